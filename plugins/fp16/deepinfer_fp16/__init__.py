@@ -1,0 +1,1 @@
+"""Dense linear layers and attention for deepinfer."""

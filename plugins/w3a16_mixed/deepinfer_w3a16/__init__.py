@@ -1,0 +1,1 @@
+"""3-bit weights with 16-bit activations for deepinfer."""

@@ -1,0 +1,1 @@
+"""4-bit weights with 16-bit activations for deepinfer."""
