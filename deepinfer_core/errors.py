@@ -54,6 +54,12 @@ class CapacityError(DeepinferError):
     exit_code = 7
 
 
+class RequestError(DeepinferError):
+    """A request asks for what cannot be served: a sampling value, a message list, a prompt, a missing feature."""
+
+    exit_code = 2
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the tail of an "unknown name" message: the nearest right one, and all that exist.
 
