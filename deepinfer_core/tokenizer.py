@@ -1,0 +1,216 @@
+"""Text to token ids and back; the only module that imports transformers, and only when a tokenizer is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from deepinfer_core.errors import CheckpointError, RequestError
+
+REPLACEMENT = "\ufffd"
+"""What decoders give for bytes that are no character, so also for the first bytes of one."""
+
+MAX_PENDING = 32
+"""Tokens held back while their bytes are no character; after so many they never will be."""
+
+Message = Mapping[str, Any]
+
+
+class TokenizerSource(Protocol):
+    """What is needed of a checkpoint to load its tokenizer and to know its end tokens."""
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Directory with the tokenizer's files, or with the GGUF file that holds it."""
+        ...
+
+    @property
+    def tokenizer_gguf(self) -> str | None:
+        """Name of the GGUF file in that directory, None when there are tokenizer files."""
+        ...
+
+    @property
+    def hf_config(self) -> Mapping[str, Any]:
+        """The model's config.json."""
+        ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The model's generation_config.json; empty when it has none."""
+        ...
+
+
+class Tokenizer:
+    """A model's tokenizer with its chat template and the union of its end tokens.
+
+    Attributes:
+        eos_ids: Tokens that end a generation: those of config.json, generation_config.json and the tokenizer together.
+    """
+
+    def __init__(self, hf: Any, eos_ids: Iterable[int] = ()) -> None:
+        self._hf = hf
+        own = hf.eos_token_id
+        self.eos_ids = frozenset(eos_ids) | (frozenset() if own is None else frozenset({int(own)}))
+        self._anchor, self._anchor_text = self._find_anchor()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True when `chat` can be used."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the token ids of a text; with ``special``, with the start token that the model was trained with."""
+        return [int(t) for t in self._hf.encode(text, add_special_tokens=special)]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of ids as they continue another text: a leading space is kept."""
+        text = self._raw([*self._anchor, *ids], skip_special=skip_special)
+        return text[len(self._anchor_text) :]
+
+    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """Return the prompt that the model's chat template makes of messages, in transformers' sandbox.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            **variables: Further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: The model has no template, or the template refused the messages.
+        """
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template; use a plain prompt instead of messages")
+        if not messages:
+            raise RequestError("messages is empty; a chat needs at least one message")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(f"messages[{i}] = {message!r}: it must be a map with role and content")
+        import jinja2
+
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"the model's chat template refused the messages: {error}") from error
+        return str(text)
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Return the token ids of `chat`; the template writes the special tokens itself."""
+        return self.encode(self.chat(messages, **variables), special=False)
+
+    def stream(self) -> StreamDecoder:
+        """Return a decoder for one generation's tokens."""
+        return StreamDecoder(self)
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and what belongs to it; loading those takes a tenth of the time that a GGUF takes."""
+        self._hf.save_pretrained(str(directory))
+
+    def _raw(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        return str(self._hf.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        """Find a visible token to put before what is decoded: SentencePiece decoders strip the text's first space."""
+        for text in ("a", "A", "0"):
+            ids = self.encode(text, special=False)[-1:]
+            shown = self._raw(ids, skip_special=True)
+            if shown.strip() and REPLACEMENT not in shown:
+                return ids, shown
+        return [], ""
+
+
+class StreamDecoder:
+    """Turns tokens into text piece by piece: joined pieces equal `Tokenizer.decode` of all tokens.
+
+    A character whose bytes come in several tokens is shown when it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that became certain, possibly none."""
+        self._pending.append(token)
+        text = self._tokenizer.decode(self._pending)
+        certain = text.rstrip(REPLACEMENT)
+        if certain == text or len(self._pending) >= MAX_PENDING:
+            piece = text[self._shown :]
+            self._pending, self._shown = [], 0
+            return piece
+        piece = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
+        return piece
+
+    def finish(self) -> str:
+        """Return what is left at the end: one replacement character for a character that was cut off, or nothing."""
+        text = self._tokenizer.decode(self._pending)[self._shown :] if self._pending else ""
+        self._pending, self._shown = [], 0
+        return text.rstrip(REPLACEMENT) + REPLACEMENT if text.endswith(REPLACEMENT) else text
+
+
+def end_tokens(*configs: Mapping[str, Any]) -> frozenset[int]:
+    """Return the union of ``eos_token_id`` over configs; each may hold an int, a list, null or nothing.
+
+    Raises:
+        CheckpointError: One holds something else.
+    """
+    found: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise CheckpointError(f"eos_token_id = {value!r}: it must be a token id, a list of them, or null")
+            found.add(token)
+    return frozenset(found)
+
+
+def load_tokenizer(source: TokenizerSource) -> Tokenizer:
+    """Load a checkpoint's tokenizer from its own files; nothing is fetched and no code of the model is run.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    path = Path(source.tokenizer_path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such directory to load a tokenizer from")
+    try:
+        hf = _load_gguf(path, source.tokenizer_gguf) if source.tokenizer_gguf else _load_files(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"{path}: the tokenizer cannot be read: {error}") from error
+    return Tokenizer(hf, end_tokens(source.hf_config, source.generation_config))
+
+
+def _load_files(path: Path) -> Any:
+    if (path / "tokenizer.json").is_file():
+        # The file says everything; the class for it imports in a third of the time that AutoTokenizer takes.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+
+
+def _load_gguf(path: Path, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(str(path), gguf_file=name, local_files_only=True, trust_remote_code=False)
+    if _gguf_pre_tokenizer(path / name) == "smollm":
+        # SmolLM splits digits off before anything else; transformers 5.24 does not know this GGUF value.
+        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+        hf.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+    return hf
+
+
+def _gguf_pre_tokenizer(path: Path) -> str | None:
+    from gguf import GGUFReader
+
+    value = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    return None if value is None else str(value.contents())
