@@ -60,7 +60,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 
 def test_json_forms_are_taken_as_they_come() -> None:
-    params = SamplingParams(logit_bias={"5": 1, 7: -2.5}, stop="END", stop_token_ids=[3, 4])  # type: ignore[dict-item, arg-type]
+    params = SamplingParams(logit_bias={"5": 1, 7: -2.5}, stop="END", stop_token_ids=[3, 4])
     assert params.logit_bias == {5: 1.0, 7: -2.5}
     assert params.stop == ("END",)
     assert params.stop_token_ids == (3, 4)
