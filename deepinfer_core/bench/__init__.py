@@ -1,0 +1,1 @@
+"""Honest benchmarks: each result says which path ran, on what, and how often it was repeated."""
