@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 
 
 class TokenizerSource(Protocol):
-    """What is needed of a checkpoint to load its tokenizer and to know its end tokens."""
+    """What is asked of a checkpoint."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -30,14 +30,8 @@ class TokenizerSource(Protocol):
         """Name of the GGUF file in that directory, None when there are tokenizer files."""
         ...
 
-    @property
-    def hf_config(self) -> Mapping[str, Any]:
-        """The model's config.json."""
-        ...
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The model's generation_config.json; empty when it has none."""
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the end tokens of config.json and generation_config.json together."""
         ...
 
 
@@ -152,22 +146,6 @@ class StreamDecoder:
         return text.rstrip(REPLACEMENT) + REPLACEMENT if text.endswith(REPLACEMENT) else text
 
 
-def end_tokens(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """Return the union of ``eos_token_id`` over configs; each may hold an int, a list, null or nothing.
-
-    Raises:
-        CheckpointError: One holds something else.
-    """
-    found: set[int] = set()
-    for config in configs:
-        value = config.get("eos_token_id")
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise CheckpointError(f"eos_token_id = {value!r}: it must be a token id, a list of them, or null")
-            found.add(token)
-    return frozenset(found)
-
-
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     """Load a checkpoint's tokenizer from its own files; nothing is fetched and no code of the model is run.
 
@@ -181,7 +159,7 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
         hf = _load_gguf(path, source.tokenizer_gguf) if source.tokenizer_gguf else _load_files(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise CheckpointError(f"{path}: the tokenizer cannot be read: {error}") from error
-    return Tokenizer(hf, end_tokens(source.hf_config, source.generation_config))
+    return Tokenizer(hf, source.eos_token_ids())
 
 
 def _load_files(path: Path) -> Any:
