@@ -1,0 +1,1 @@
+"""The command line: parse, call, print; no decisions, and no torch until a command computes."""
