@@ -25,6 +25,7 @@ from deepinfer_core.plugin_api.linear import (
     WeightSchemeSpec,
     group_width,
 )
+from deepinfer_core.plugin_api.planning import PlanBuilder
 from deepinfer_core.plugin_api.scheduling import (
     CostModel,
     EngineView,
@@ -81,6 +82,7 @@ __all__ = [
     "MRange",
     "Phase",
     "Plan",
+    "PlanBuilder",
     "PlannedWork",
     "PluginInfo",
     "QuantMethod",

@@ -31,12 +31,15 @@ class RequestView:
         deadline: When it should be done; None for no deadline.
         priority: Higher is more urgent; 0 by default.
         prompt_tokens: Tokens to prefill, recomputed ones after a preemption included.
-        cached_tokens: Prompt tokens found in the prefix cache.
+        cached_tokens: Prompt tokens found in the prefix cache; fewer than prompt_tokens: the last gives the logits.
         computed: Tokens whose KV is in the cache.
         generated: Tokens generated so far.
         max_tokens: Most tokens it may generate.
         pages: Pages it holds.
-        in_flight: Work of an earlier plan for it has not finished; it must not be planned again in another lane.
+        shared_pages: Of these, how many another request holds too: preempting it frees ``pages - shared_pages``.
+        in_flight: Work of an earlier plan for it has not finished; it must be neither planned nor preempted.
+        last_planned_at: When its latest work was prepared; None before the first. Makes round-robin need no memory.
+        first_token_at: When its first token was accepted; None before.
         last_token_at: When its latest token was accepted; None before the first.
         slo: Its own objectives.
         tags: Free labels of the submitter.
@@ -53,7 +56,10 @@ class RequestView:
     computed: int = 0
     generated: int = 0
     pages: int = 0
+    shared_pages: int = 0
     in_flight: bool = False
+    last_planned_at: float | None = None
+    first_token_at: float | None = None
     last_token_at: float | None = None
     slo: Slo = Slo()
     tags: tuple[str, ...] = ()
@@ -61,7 +67,19 @@ class RequestView:
     @property
     def remaining_prefill(self) -> int:
         """Prompt tokens that still have to be computed."""
-        return max(0, self.prompt_tokens - max(self.computed, self.cached_tokens))
+        return max(0, self.prompt_tokens - self.start)
+
+    @property
+    def start(self) -> int:
+        """Position of the next token to compute: what is computed, or found in the prefix cache, lies before it."""
+        return max(self.computed, self.cached_tokens)
+
+    def new_pages(self, tokens: int, page_size: int) -> int:
+        """Return how many more pages it needs to compute ``tokens`` more; the one rule that plans are checked by.
+
+        Pages of a cached prefix count in full for a waiting request: nothing keeps them alive until it is admitted.
+        """
+        return max(0, -(-(self.start + tokens) // page_size) - self.pages)
 
 
 @frozen(kw_only=True)
@@ -133,8 +151,9 @@ class PlannedWork:
     """One forward on one lane.
 
     Attributes:
-        lane: A lane's name.
-        items: (request id, tokens to compute) in order; naming a waiting id admits it.
+        lane: The name of an idle lane.
+        items: (request id, tokens to compute) in order: exactly 1 for a decode, at most the remaining prefill else;
+            naming a waiting id admits it.
     """
 
     lane: str
@@ -146,9 +165,11 @@ class Plan:
     """What the engine should do now.
 
     Attributes:
-        works: At most one a lane; a request stands in one of them only.
-        preempt: Requests to put back into the queue, their pages freed, their tokens recomputed later.
-        wake_at: When to ask again although nothing changed; None when only a change matters.
+        works: Works of one lane run one after another in this order (serial: decode, then prefill), those of
+            different lanes at the same time; a request stands in one of them only.
+        preempt: Requests to put back into the queue before any work, their pages freed, their tokens recomputed later.
+        wake_at: When to ask again although nothing changed; None when only a change matters. A plan without works
+            and preemptions while nothing is in flight must wake within a tenth of a second.
     """
 
     works: tuple[PlannedWork, ...] = ()
@@ -180,7 +201,10 @@ class StepFeedback:
 
 
 class SchedulingPolicy(Protocol):
-    """A pure planner: the same view and feedback history give the same plan; core validates and executes it."""
+    """A pure planner: the same view and feedback history give the same plan; core validates and executes it.
+
+    `deepinfer_core.plugin_api.PlanBuilder` keeps the rules of a plan (pages, budgets, turns, preemption) for an author.
+    """
 
     def plan(self, view: EngineView) -> Plan:
         """Return what to do now. Called whenever a lane is idle and something can be done."""

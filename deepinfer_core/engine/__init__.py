@@ -1,0 +1,1 @@
+"""Requests, planning and the cycle that runs them: plan, prepare, launch, join, finish."""
