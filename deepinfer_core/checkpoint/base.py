@@ -26,7 +26,7 @@ HEAD_MODULE = "lm_head"
 HEAD = f"{HEAD_MODULE}.weight"
 
 Kind = Literal["deepinfer", "hf", "gguf"]
-Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @frozen
@@ -107,6 +107,10 @@ class Checkpoint(ABC):
         """Return the torch dtype name in which `tensor` returns it, without reading it."""
         return self._stored_dtype(self._resolve(name))
 
+    def written_dtype(self, name: str) -> str:
+        """Return the torch dtype name in which a conversion stores a dense tensor: its own, unless it was packed."""
+        return self.dtype(name)
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return a dense tensor (norm, embedding, bias, unquantized weight) in its stored dtype, on the CPU.
 
@@ -114,7 +118,7 @@ class Checkpoint(ABC):
             CheckpointError: It does not exist, or does not hold floating values.
         """
         stored = self._resolve(name)
-        if self._stored_dtype(stored) not in ("float16", "bfloat16", "float32", "float64"):
+        if self._stored_dtype(stored) not in FLOATS:
             raise CheckpointError(
                 f"{self.file_of(stored)}: {name} is {self._stored_dtype(stored)}; a dense weight must be floating"
             )
@@ -130,29 +134,10 @@ class Checkpoint(ABC):
             return {"weight": self.tensor(f"{module}.weight")}
         return {name.rpartition(".")[2]: self._read(name) for name in self._scheme_tensors(module)}
 
-    def weight_shape(self, module: str) -> tuple[int, int]:
-        """Return ``(N, K)`` of a dense layer.
-
-        Raises:
-            CheckpointError: The layer does not exist, or its files do not tell K (packed codes do not).
-        """
-        n, k = self.shape(f"{module}.weight")
-        return n, k
-
     def source_groups(self, module: str) -> SourceGroups:
         """Return the groups in which a layer's values were quantized before, so that a recipe can keep them."""
         form = self.layer_format(module)
         return SourceGroups() if form.dense else SourceGroups(form.group_size, form.zeros)
-
-    def linear_modules(self) -> tuple[str, ...]:
-        """Return the modules of all linear layers, a tied head included, in natural order."""
-        dense = {
-            name.removesuffix(".weight")
-            for name in self.names()
-            if name.endswith(".weight") and name != EMBEDDING and len(self.shape(name)) == 2
-        }
-        quantized = {m for m in (n.rpartition(".")[0] for n in self.names()) if not self.layer_format(m).dense}
-        return tuple(sorted(dense | quantized | {HEAD_MODULE}, key=_natural))
 
     def eos_token_ids(self) -> frozenset[int]:
         """Return the end-of-text ids of config, generation config and GGUF keys together.
@@ -264,9 +249,3 @@ class Checkpoint(ABC):
         """Return the tensors of the same module, or a few others, for an error message."""
         module = name.rpartition(".")[0]
         return [n for n in self.stored_names() if n.startswith(f"{module}.")] or sorted(self.stored_names())[:4]
-
-
-def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key that puts layer 10 behind layer 9, and the head last."""
-    parts = name.split(".")
-    return ((int(name == HEAD_MODULE), 0), *((0, int(p)) if p.isdigit() else (1, p) for p in parts))

@@ -27,6 +27,7 @@ _CARRIED = {
     "Q4_0": LayerFormat("w4a16", GROUP, False, _W4_DISTRIBUTION),
     "Q4_1": LayerFormat("w4a16", GROUP, True, _W4_DISTRIBUTION),
 }
+_TORCH_TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _BLOCKS = {
     "Q8_0": SourceGroups(32), "Q5_0": SourceGroups(32), "IQ4_NL": SourceGroups(32), "MXFP4": SourceGroups(32),
     "Q5_1": SourceGroups(32, True), "Q4_K": SourceGroups(32, True), "Q5_K": SourceGroups(32, True),
@@ -82,16 +83,6 @@ class GgufCheckpoint(Checkpoint):
         """Let go of the memory map."""
         self._file.close()
 
-    def weight_shape(self, module: str) -> tuple[int, int]:
-        """Return ``(N, K)`` of any layer, a tied head included; GGUF stores it."""
-        name = f"{module}.weight"
-        if name == HEAD and name not in self._by_dense_name:
-            name = EMBEDDING
-        if name not in self._by_dense_name:
-            raise CheckpointError(f"{self.path} has no tensor {name}")
-        n, k = self._file.tensors[self._by_dense_name[name]].shape
-        return n, k
-
     def source_groups(self, module: str) -> SourceGroups:
         """Return the block width of the layer's GGUF type, and whether its blocks have a minimum."""
         form = self.layer_format(module)
@@ -99,6 +90,12 @@ class GgufCheckpoint(Checkpoint):
         if not form.dense or name not in self._by_dense_name:
             return super().source_groups(module)
         return _BLOCKS.get(self._entry_type(name), SourceGroups())
+
+    def written_dtype(self, name: str) -> str:
+        """Return float16 for what was dequantized from blocks (their scales are FP16 too), else the stored dtype."""
+        dense, _ = self._dense_name(self._resolve(name))
+        packed = self._entry_type(dense) not in _TORCH_TYPES
+        return "float16" if packed else self.dtype(name)
 
     def _map_names(self) -> dict[str, str]:
         mapped: dict[str, str] = {}
@@ -148,14 +145,15 @@ class GgufCheckpoint(Checkpoint):
     def _stored_dtype(self, name: str) -> str:
         dense, part = self._dense_name(name)
         if part in ("weight", "bias"):
-            return "float16" if self._entry_type(dense) == "F16" else "float32"
+            return _TORCH_TYPES.get(self._entry_type(dense), "float32")
         return "uint8" if part == "packed" else "float16"
 
     def _read(self, name: str) -> torch.Tensor:
         dense, part = self._dense_name(name)
         if part not in ("weight", "bias"):
             return self._read_codes(dense)[part]
-        return _to_torch(self._in_model_order(dense, self._file.values(self._by_dense_name[dense])))
+        values = _to_torch(self._in_model_order(dense, self._file.values(self._by_dense_name[dense])))
+        return values.bfloat16() if self._entry_type(dense) == "BF16" else values
 
     def layer_tensors(self, module: str) -> dict[str, torch.Tensor]:
         """Return a layer's canonical tensors; the parts of a 4-bit layer come from one pass over its blocks."""
