@@ -26,7 +26,8 @@ class ConfigValues:
     def integer(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
         """Return a whole number."""
         value = self._found(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < at_least:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not float(value).is_integer() or value < at_least:
             raise ModelError(f"{self._where}: {key} is {value!r}; it must be a whole number, {at_least} or more")
         return int(value)
 

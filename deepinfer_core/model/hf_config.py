@@ -133,9 +133,9 @@ def model_spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def _family(values: ConfigValues) -> tuple[str, _Family]:
     named = values.raw("architectures")
-    names = [named] if isinstance(named, str) else list(named or ())
+    names = list(named) if isinstance(named, list | tuple) else [named] if named else []
     for name in names:
-        if name in _FAMILIES:
+        if isinstance(name, str) and name in _FAMILIES:
             return name, _FAMILIES[name]
     if not names:  # base checkpoints and hand-written configs often have the model type alone
         for name, family in _FAMILIES.items():

@@ -165,20 +165,23 @@ class Loader:
         return linear
 
     def _norm(self, name: str, width: int) -> RMSNorm:
-        return RMSNorm(self._dense(name, (width,)), self._spec.rms_eps, device=self._device, dtype=self._dtype)
+        return RMSNorm(self._stored(name, (width,)), self._spec.rms_eps, device=self._device, dtype=self._dtype)
 
     def _qk_norm(self, prefix: str) -> RMSNorm:
         """Return one norm over queries and keys together, its weight repeated per head."""
         spec = self._spec
-        q = self._dense(f"{prefix}q_norm.weight", (spec.head_dim,)).expand(spec.heads, -1)
-        k = self._dense(f"{prefix}k_norm.weight", (spec.head_dim,)).expand(spec.kv_heads, -1)
+        q = self._stored(f"{prefix}q_norm.weight", (spec.head_dim,)).expand(spec.heads, -1)
+        k = self._stored(f"{prefix}k_norm.weight", (spec.head_dim,)).expand(spec.kv_heads, -1)
         return RMSNorm(torch.cat((q, k)), spec.rms_eps, device=self._device, dtype=self._dtype)
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._cast(name, self._stored(name, shape))
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._source.tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
-        return self._cast(name, tensor)
+        return tensor
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         cast = tensor.to(device=self._device, dtype=self._dtype)

@@ -102,6 +102,11 @@ def dense_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def required_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of all that the model needs, as of a dense checkpoint: what a checkpoint is verified by."""
+    return dense_tensors(spec) | {f"{module.name}.weight": (module.n, module.k) for module in linear_modules(spec)}
+
+
 def linear_slots(spec: ModelSpec, formats: Callable[[str], WeightFormat]) -> tuple[LinearSlot, ...]:
     """Return the linear layers as they are run, layer after layer, the head last.
 

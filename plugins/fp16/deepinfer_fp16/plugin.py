@@ -82,4 +82,16 @@ def matmul_kernels() -> tuple[LinearKernelSpec, ...]:
 
 def attention_backends() -> list[AttentionBackendSpec]:
     """Return the attention backends."""
-    return []
+    return [sdpa()]
+
+
+def sdpa() -> AttentionBackendSpec:
+    """Return torch's attention: any device, any page size, any head width."""
+    return AttentionBackendSpec(
+        name="sdpa",
+        devices=("cpu", "cuda"),
+        factory="deepinfer_fp16.sdpa:SdpaAttention",
+        act_dtypes=DTYPES,
+        kv_dtypes=(*DTYPES, "int8"),
+        features=("mixed_batch", "sliding_window"),
+    )
