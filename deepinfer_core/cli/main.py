@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -93,8 +94,14 @@ def _top(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is chosen, and why.")] = False,
 ) -> None:
     """Quantized LLM inference assembled from plugins by name."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    log = logging.getLogger("deepinfer")
+    log.handlers = [handler]
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 def _never_fail_to_print() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from deepinfer_core.errors import ConfigError
 
-_DOTTED = re.compile(r"--((?:linear|attention|scheduler|cache|plugins)(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+_DOTTED = re.compile(r"--((?:linear|attention|scheduler|cache|plugins)\.[^\s=]+)(?:=(.*))?", re.DOTALL)
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML config file.", show_default=False, metavar="FILE")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from attrs import define, field, frozen
 
+from deepinfer_core.engine.metrics import RequestMetrics
 from deepinfer_core.errors import CapacityError, ModelError, RequestError
 from deepinfer_core.kvcache.manager import KVCache
 from deepinfer_core.kvcache.sequence import KVSequence
@@ -57,7 +58,7 @@ class LoopLimits:
 
 @define(eq=False, kw_only=True)
 class Generation:
-    """One request from its prompt to its end. Times are seconds of `time.perf_counter`.
+    """One request from its prompt to its end.
 
     Attributes:
         prompt: Its token ids.
@@ -65,9 +66,7 @@ class Generation:
         max_tokens: Most tokens to generate, resolved against the model's length.
         tokens: What was generated so far, an end token included.
         finish_reason: ``"stop"`` or ``"length"``; None while it runs.
-        submitted: When it was handed in.
-        started: When its prefill began.
-        times: When each token came.
+        metrics: Its times, in seconds of `time.perf_counter`.
     """
 
     prompt: list[int]
@@ -75,9 +74,7 @@ class Generation:
     max_tokens: int
     tokens: list[int] = field(factory=list)
     finish_reason: str | None = None
-    submitted: float = field(factory=time.perf_counter)
-    started: float | None = None
-    times: list[float] = field(factory=list)
+    metrics: RequestMetrics = field(factory=lambda: RequestMetrics(submitted=time.perf_counter()))
     seq: KVSequence | None = None
     rng: torch.Generator | None = None
 
@@ -127,7 +124,7 @@ class DecodeLoop:
             )
         return Generation(prompt=list(prompt), params=params, max_tokens=most)
 
-    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, int]]:
+    def run(self, generations: Sequence[Generation]) -> Generator[tuple[Generation, int]]:
         """Yield each generation's tokens as they come; every page is returned at the end, at an error, and on close."""
         waiting = deque(generations)
         running: list[Generation] = []
@@ -148,7 +145,7 @@ class DecodeLoop:
             for request in running:
                 self._release(request)
 
-    def score(self, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+    def score(self, tokens: Sequence[int]) -> Generator[torch.Tensor]:
         """Yield float32 logits ``[chunk, vocab]`` of every position, chunk after chunk.
 
         Raises:
@@ -171,8 +168,9 @@ class DecodeLoop:
         return len(running) < self.limits.max_requests and promised <= self._cache.total_pages
 
     def _prefill(self, request: Generation) -> int:
-        request.started = time.perf_counter()
+        request.metrics.admitted = time.perf_counter()
         request.seq = seq = self._cache.open(request.prompt)
+        request.metrics.prompt_tokens, request.metrics.cached_tokens = len(request.prompt), seq.cached
         logits = torch.empty(0)
         while seq.length < len(request.prompt):
             chunk = request.prompt[seq.length : seq.length + self.limits.prefill_chunk_tokens]
@@ -205,11 +203,13 @@ class DecodeLoop:
             logits = logits.index_fill(0, torch.tensor(sorted(ends), device=logits.device), -torch.inf)
         token = _choose(logits, request)
         request.tokens.append(token)
-        request.times.append(time.perf_counter())
+        request.metrics.token_times.append(time.perf_counter())
         if token in ends:
             request.finish_reason = "stop"
         elif len(request.tokens) >= request.max_tokens:
             request.finish_reason = "length"
+        if request.finish_reason is not None:
+            request.metrics.finished = request.metrics.token_times[-1]
         return token
 
     def _retire(self, running: list[Generation]) -> None:

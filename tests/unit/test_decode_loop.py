@@ -79,7 +79,7 @@ def _greedy(max_tokens: int | None = None, **values: Any) -> SamplingParams:
 def test_tokens_are_those_of_the_model_and_the_last_reason_is_length(loop: DecodeLoop) -> None:
     (done,) = _run(loop, ([1, 2, 3], _greedy(4)))
     assert (done.tokens, done.finish_reason) == ([4, 5, 6, 7], "length")
-    assert len(done.times) == 4
+    assert len(done.metrics.token_times) == 4
 
 
 def test_long_prompt_is_computed_in_chunks(loop: DecodeLoop, forward: _Counting) -> None:
@@ -185,7 +185,7 @@ def test_pages_come_back_when_the_forward_breaks(loop: DecodeLoop, forward: _Cou
 def test_pages_come_back_when_the_caller_stops_listening(loop: DecodeLoop, cache: KVCache) -> None:
     stream = loop.run([loop.accept([1], _greedy(8)), loop.accept([2], _greedy(8))])
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     cache.assert_no_leaks()
 
 

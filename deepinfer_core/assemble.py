@@ -1,0 +1,295 @@
+"""Config, plugins and checkpoint become a running model: the one place that knows everybody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from attrs import evolve, field, frozen
+
+from deepinfer_core.checkpoint.base import Checkpoint
+from deepinfer_core.checkpoint.reader import open_checkpoint
+from deepinfer_core.config import Config
+from deepinfer_core.engine.loop import DecodeLoop, LoopLimits
+from deepinfer_core.errors import CapacityError, ConfigError
+from deepinfer_core.kvcache.manager import KVCache, page_bytes
+from deepinfer_core.model.decoder import Decoder
+from deepinfer_core.model.hf_config import model_spec_from_hf
+from deepinfer_core.model.shapes import attention_problem, dense_tensors, linear_modules, linear_slots
+from deepinfer_core.model.spec import ModelSpec
+from deepinfer_core.plugin_api import AttentionBackend, AttentionProblem, Capability, LinearProblem
+from deepinfer_core.plugin_api import Device as DeviceName
+from deepinfer_core.registry.catalog import Catalog, make
+from deepinfer_core.registry.discovery import discover
+from deepinfer_core.registry.policy import resolve_policy
+from deepinfer_core.registry.select import AttentionSelection, LinearChoice, Selection, select_attention, select_linear
+from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("deepinfer")
+
+CPU_KV_BYTES = 1 << 30
+"""KV budget on a CPU where the config gives none; memory is taken as it is needed, up to this."""
+
+CUDA_RESERVE_BYTES = 384 << 20
+"""Card memory left to others (display, driver) where the config gives neither memory nor reserve."""
+
+Progress = Callable[[int, int], None]
+
+
+@frozen(kw_only=True)
+class Place:
+    """Where and in what a model runs: the config's "auto" resolved.
+
+    Attributes:
+        device: torch's device.
+        capability: The card's compute capability, None on a CPU.
+        dtype: Dtype of the activations.
+    """
+
+    device: torch.device
+    capability: Capability | None
+    dtype: torch.dtype
+
+    @property
+    def device_name(self) -> DeviceName:
+        """The device as descriptors name it."""
+        return "cuda" if self.device.type == "cuda" else "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as descriptors name it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@frozen(kw_only=True, eq=False)
+class RunningModel:
+    """Everything that a loaded model consists of.
+
+    Attributes:
+        config: What was asked.
+        place: Device and dtype, resolved.
+        spec: The model's shape.
+        decoder: Its weights and forward pass.
+        cache: Its KV cache.
+        tokenizer: Its tokenizer, with the end tokens of all its files.
+        loop: What runs requests.
+        attention: The attention backend that was chosen, and why.
+        selections: What serves each distinct linear problem.
+    """
+
+    config: Config
+    place: Place
+    spec: ModelSpec
+    decoder: Decoder
+    cache: KVCache
+    tokenizer: Tokenizer
+    loop: DecodeLoop
+    attention: AttentionSelection
+    selections: Mapping[LinearProblem, Selection] = field(repr=False)
+
+
+class LinearSelector:
+    """Selects kernels as the config asks, once per distinct problem; remembers what it chose."""
+
+    def __init__(self, catalog: Catalog, config: Config) -> None:
+        self._catalog = catalog
+        self._config = config
+        self.chosen: dict[LinearProblem, Selection] = {}
+
+    def __call__(self, problem: LinearProblem) -> Selection:
+        """Return layout and kernels for a problem.
+
+        Raises:
+            SelectionError: The config's names cannot serve it, or nothing can.
+        """
+        if problem not in self.chosen:
+            choice = LinearChoice.from_settings(self._config.linear_for(problem.scheme))
+            self.chosen[problem] = select_linear(self._catalog, problem, choice)
+        return self.chosen[problem]
+
+    def report(self) -> None:
+        """Log the dispatch table of every problem, and each distinct warning once."""
+        for problem, selection in self.chosen.items():
+            rows = ", ".join(f"M {row.m}: {row.kernel.spec.name}" for row in selection.table.rows)
+            log.info("%s %d x %d (%s): %s", problem.scheme, problem.n, problem.k, problem.act_dtype, rows)
+        for warning in dict.fromkeys(w for selection in self.chosen.values() for w in selection.warnings):
+            log.warning("%s", warning)
+
+
+def catalog_for(config: Config) -> Catalog:
+    """Return what the installed plugins bring, without those that the config disables."""
+    catalog = Catalog.from_discovery(discover(disable=config.plugins.disable, strict=config.plugins.strict))
+    for fault in catalog.faults:
+        log.warning("%s", fault)
+    return catalog
+
+
+def assemble(config: Config, *, catalog: Catalog | None = None, progress: Progress | None = None) -> RunningModel:
+    """Load the model that a config names, ready to run.
+
+    Args:
+        config: Resolved config; ``config.model`` is the path.
+        catalog: What is installed; found anew when None.
+        progress: Called with (parts loaded, parts in all).
+
+    Raises:
+        DeepinferError: A name, a file, a shape or a size that cannot be; nothing is allocated before the files,
+            the names and the sizes that are known by then were checked.
+    """
+    if not config.model:
+        raise ConfigError('no model was named: give a path, or model = "PATH" in the config')
+    catalog = catalog_for(config) if catalog is None else catalog
+    _refuse_policy(catalog, config.scheduler.policy)
+    checkpoint = open_checkpoint(Path(config.model))
+    spec = model_spec_from_hf(checkpoint.hf_config)
+    _verify(checkpoint, spec, catalog)
+    select = LinearSelector(catalog, config)
+    place = resolve_place(config, spec, checkpoint, catalog)
+    attention = select_attention(catalog, _attention_problem(config, spec, place), config.attention.backend)
+    backend: AttentionBackend = make(attention.spec.spec.factory, attention.spec, attention.problem)
+    if place.device.type == "cpu" or config.cache.memory is not None:
+        _kv_size(config, spec, place, backend)  # what cannot fit is said before the weights are read
+    tokenizer = load_tokenizer(checkpoint)
+    decoder = Decoder.load(
+        spec,
+        checkpoint,
+        select=select,
+        attention=backend,
+        device=place.device,
+        dtype=place.dtype,
+        m_max=config.scheduler.max_batched_tokens,
+        max_len=attention.problem.max_model_len,
+        progress=progress,
+    )
+    select.report()
+    pages, max_model_len = _kv_size(config, spec, place, backend)
+    cache = KVCache(
+        backend,
+        layers=spec.layers,
+        page_size=config.cache.page_size,
+        pages=pages,
+        device=place.device,
+        prefix_cache=config.cache.prefix_cache,
+        namespace=(str(checkpoint.path), attention.problem.kv_dtype),
+    )
+    limits = LoopLimits(
+        max_model_len=max_model_len,
+        prefill_chunk_tokens=min(config.scheduler.prefill_chunk_tokens, config.scheduler.max_batched_tokens),
+        max_requests=min(config.scheduler.max_requests, config.scheduler.max_batched_tokens),
+        vocab_size=spec.vocab_size,
+        eos_ids=tokenizer.eos_ids,
+    )
+    log.info(
+        "%s on %s in %s, attention %s, weights %.1f MiB, KV cache of %d pages x %d tokens, max_model_len %d",
+        spec.architecture, place.device, place.dtype_name, attention.spec.spec.name, decoder.nbytes / 2**20,
+        pages, config.cache.page_size, max_model_len,
+    )  # fmt: skip
+    return RunningModel(
+        config=config,
+        place=place,
+        spec=spec,
+        decoder=decoder,
+        cache=cache,
+        tokenizer=tokenizer,
+        loop=DecodeLoop(decoder.forward, cache, limits),
+        attention=attention,
+        selections=select.chosen,
+    )
+
+
+def resolve_place(config: Config, spec: ModelSpec, checkpoint: Checkpoint, catalog: Catalog) -> Place:
+    """Resolve device and dtype.
+
+    On a card, "auto" is the checkpoint's own 16-bit dtype. On a CPU it is bfloat16 where every quantized layer has a
+    kernel of its own for it at one row, else float32, in which torch's CPU matmuls are fastest and exact.
+
+    Raises:
+        ConfigError: A card was asked for that is not there.
+    """
+    available = torch.cuda.is_available()
+    device = torch.device(config.device if config.device != "auto" else "cuda" if available else "cpu")
+    if device.type == "cuda" and not available:
+        raise ConfigError("device = 'cuda', but torch finds no card; use device = 'cpu' or run `deepinfer doctor`")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    place = Place(device=device, capability=capability, dtype=torch.float32)
+    if config.dtype != "auto":
+        return evolve(place, dtype=getattr(torch, config.dtype))
+    if capability is not None:
+        bf16 = spec.dtype == "bfloat16" and capability >= (8, 0)
+        return evolve(place, dtype=torch.bfloat16 if bf16 else torch.float16)
+    select = LinearSelector(catalog, config)
+    in_bf16 = [
+        slot.problem(m_max=config.scheduler.max_batched_tokens, device="cpu", act_dtype="bfloat16")
+        for slot in linear_slots(spec, checkpoint.layer_format)
+        if slot.format.scheme != "fp16"
+    ]
+    fast = bool(in_bf16) and all(select(p).table.rows[0].why != "fallback" for p in dict.fromkeys(in_bf16))
+    return evolve(place, dtype=torch.bfloat16 if fast else torch.float32)
+
+
+def _refuse_policy(catalog: Catalog, name: str) -> None:
+    policy = resolve_policy(catalog, name)
+    if policy is not None:
+        raise ConfigError(
+            f"[scheduler] policy = {name!r}: {policy.origin} brings it, but this release's decode loop runs no policy; "
+            "leave it at 'auto'"
+        )
+
+
+def _verify(checkpoint: Checkpoint, spec: ModelSpec, catalog: Catalog) -> None:
+    """Check schemes, names and shapes before anything is allocated."""
+    modules = linear_modules(spec)
+    for form in dict.fromkeys(checkpoint.layer_format(m.name) for m in modules):
+        catalog.scheme(form.scheme, distribution=form.distribution)
+    shapes: dict[str, tuple[int, ...]] = {f"{m.name}.weight": (m.n, m.k) for m in modules}
+    schemes = {name: registered.spec for name, registered in catalog.schemes.items()}
+    checkpoint.verify(dense_tensors(spec) | shapes, schemes=schemes)
+
+
+def _attention_problem(config: Config, spec: ModelSpec, place: Place) -> AttentionProblem:
+    return attention_problem(
+        spec,
+        page_size=config.cache.page_size,
+        act_dtype=place.dtype_name,
+        kv_dtype=place.dtype_name if config.attention.kv_dtype == "auto" else config.attention.kv_dtype,
+        device=place.device_name,
+        capability=place.capability,
+        max_batched_tokens=config.scheduler.max_batched_tokens,
+        max_requests=config.scheduler.max_requests,
+        max_model_len=config.cache.max_model_len or spec.max_length,
+    )
+
+
+def _kv_size(config: Config, spec: ModelSpec, place: Place, backend: AttentionBackend) -> tuple[int, int]:
+    """Return (pages, longest context): no more pages than all requests at full length can use.
+
+    Raises:
+        CapacityError: The budget does not hold one context of the length that the config asks for.
+    """
+    cache, page = config.cache, page_bytes(backend, spec.layers)
+    wanted = cache.max_model_len or spec.max_length
+    each = -(-wanted // cache.page_size)
+    budget = _kv_budget(config, place, needed=each * page if cache.max_model_len else 0)
+    pages = min(budget // page, each * config.scheduler.max_requests)
+    if pages < 1 or (cache.max_model_len is not None and pages < each):
+        raise CapacityError(
+            f"a context of {wanted} tokens needs {each * page / 2**20:,.1f} MiB of KV cache ({page / 2**10:,.1f} KiB a "
+            f"page of {cache.page_size}), the budget is {budget / 2**20:,.1f} MiB; lower [cache] max_model_len or "
+            "raise [cache] memory"
+        )
+    longest = min(wanted, pages * cache.page_size)
+    if longest < wanted:
+        log.warning("max_model_len is %d, not the model's %d: the KV budget holds no more", longest, wanted)
+    return pages, longest
+
+
+def _kv_budget(config: Config, place: Place, *, needed: int) -> int:
+    """Return the bytes that the KV cache may take."""
+    if config.cache.memory is not None:
+        return config.cache.memory
+    if place.device.type == "cpu":
+        return max(CPU_KV_BYTES, needed)
+    free, _ = torch.cuda.mem_get_info(place.device)
+    return max(0, free - (CUDA_RESERVE_BYTES if config.cache.reserve is None else config.cache.reserve))

@@ -1,0 +1,223 @@
+"""LLM: a model in a Python program. Load it once, then generate, stream, chat or score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from deepinfer_core.assemble import Progress, RunningModel, assemble
+from deepinfer_core.config import Config, ResolvedConfig, load_config
+from deepinfer_core.engine.loop import Generation
+from deepinfer_core.engine.metrics import RequestMetrics
+from deepinfer_core.errors import ConfigError, RequestError
+from deepinfer_core.registry.catalog import Catalog
+from deepinfer_core.sampling import SamplingParams
+from deepinfer_core.tokenizer import Message, StreamDecoder, Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, or token ids that are taken as they are."""
+
+SHORT_NAMES = {
+    "max_model_len": "cache.max_model_len",
+    "kv_memory": "cache.memory",
+    "page_size": "cache.page_size",
+    "policy": "scheduler.policy",
+}
+"""Keyword -> config key, for the keys whose section need not be said."""
+
+
+@frozen(kw_only=True)
+class RequestOutput:
+    """One finished generation.
+
+    Attributes:
+        prompt: The text, None when token ids were given.
+        prompt_token_ids: What the model read.
+        text: What it wrote; an end token is not shown.
+        token_ids: What it generated, an end token included.
+        finish_reason: ``"stop"`` (an end token) or ``"length"``.
+        metrics: Times: `ttft`, `tpot`, `itl` and more, in seconds.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    metrics: RequestMetrics
+
+
+@frozen(kw_only=True)
+class StreamOutput:
+    """One step of a streamed generation.
+
+    Attributes:
+        text: The text that became certain, possibly none; joined, the texts are the whole answer.
+        token_id: The token.
+        finish_reason: None until the last one.
+        metrics: Times so far.
+    """
+
+    text: str
+    token_id: int
+    finish_reason: str | None
+    metrics: RequestMetrics
+
+
+class LLM:
+    """A loaded model.
+
+    Args:
+        model: Checkpoint directory or GGUF file; None when the config names it.
+        config: A TOML file, a `Config`, or a `ResolvedConfig`.
+        catalog: Installed plugins; found anew when None.
+        progress: Called with (parts loaded, parts in all) while the weights load.
+        **overrides: Config keys over the config: ``dtype="float32"``, ``max_model_len=2048``, ``kv_memory="1GiB"``,
+            ``policy="..."``, sections as mappings (``cache={"page_size": 32}``), or dotted keys in a ``**`` mapping.
+
+    Raises:
+        DeepinferError: The model, a name or a size cannot be; the message says what is possible.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        config: str | Path | Config | ResolvedConfig | None = None,
+        *,
+        catalog: Catalog | None = None,
+        progress: Progress | None = None,
+        **overrides: Any,
+    ) -> None:
+        resolved = _resolve(config, {SHORT_NAMES.get(key, key): value for key, value in overrides.items()})
+        if model is not None:
+            resolved = evolve(resolved, model=str(model))
+        self.running: RunningModel = assemble(resolved, catalog=catalog, progress=progress)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.running.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer prompts, as many together as memory allows; outputs come in the order of the prompts.
+
+        Args:
+            prompts: One or several, as text or as token ids.
+            params: For all of them, or one each.
+
+        Raises:
+            RequestError: A prompt or a sampling value cannot be served.
+            CapacityError: A prompt and its answer are longer than ``max_model_len`` or the cache. Nothing was computed.
+        """
+        several = _as_list(prompts)
+        each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(several):
+            raise RequestError(f"{len(several)} prompts came with {len(each)} SamplingParams; give one, or one each")
+        requests = [self._accept(prompt, p) for prompt, p in zip(several, each, strict=True)]
+        for _ in self.running.loop.run(requests):
+            pass
+        return [self._output(prompt, request) for prompt, request in zip(several, requests, strict=True)]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
+        """Answer one prompt token by token; closing the iterator ends the generation and returns its memory.
+
+        Raises:
+            RequestError: As for `generate`, before the first token.
+            CapacityError: Likewise.
+        """
+        request = self._accept(prompt, params or SamplingParams())
+        return self._stream(request)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+    ) -> RequestOutput:
+        """Answer a conversation, written down by the model's own chat template.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` in order.
+            params: How to sample.
+            **variables: Further variables of the template.
+
+        Raises:
+            RequestError: The template refused the messages, or as for `generate`.
+        """
+        return self.generate([self.tokenizer.encode_chat(messages, **variables)], params)[0]
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return float32 logits ``[tokens, vocab]`` on the CPU: row i is what the model says after token i."""
+        return torch.cat([chunk.cpu() for chunk in self.running.loop.score(tokens)])
+
+    def score(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the log probability of each token after the first: float32 ``[tokens - 1]``."""
+        targets = torch.tensor(list(tokens[1:]))
+        found: list[torch.Tensor] = []
+        done = 0
+        for chunk in self.running.loop.score(tokens):
+            rows = chunk.cpu()[: max(0, len(targets) - done)]
+            chosen = rows.gather(1, targets[done : done + len(rows), None])
+            found.append(chosen[:, 0] - rows.logsumexp(-1))
+            done += len(rows)
+        return torch.cat(found)
+
+    def _accept(self, prompt: Prompt, params: SamplingParams) -> Generation:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.running.loop.accept(ids, params)
+
+    def _stream(self, request: Generation) -> Iterator[StreamOutput]:
+        decoder = self.tokenizer.stream()
+        run = self.running.loop.run([request])
+        try:
+            for _, token in run:
+                yield StreamOutput(
+                    text=self._piece(decoder, request, token),
+                    token_id=token,
+                    finish_reason=request.finish_reason,
+                    metrics=request.metrics,
+                )
+        finally:
+            run.close()
+
+    def _piece(self, decoder: StreamDecoder, request: Generation, token: int) -> str:
+        """Return the text that a token adds: nothing for an end token, and all that was held back at the end."""
+        ended = request.finish_reason
+        text = "" if ended == "stop" else decoder.push(token)
+        return text if ended is None else text + decoder.finish()
+
+    def _output(self, prompt: Prompt, request: Generation) -> RequestOutput:
+        assert request.finish_reason is not None, "the loop ran every request to its end"
+        decoder = self.tokenizer.stream()
+        shown = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
+        return RequestOutput(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=tuple(request.prompt),
+            text="".join([*map(decoder.push, shown), decoder.finish()]),
+            token_ids=tuple(request.tokens),
+            finish_reason=request.finish_reason,
+            metrics=request.metrics,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [[p for p in prompts if isinstance(p, int)]]
+    return [p for p in prompts if not isinstance(p, int)]
+
+
+def _resolve(config: str | Path | Config | ResolvedConfig | None, overrides: dict[str, Any]) -> Config:
+    if isinstance(config, ResolvedConfig):
+        config = config.config
+    if isinstance(config, Config):
+        if overrides:
+            raise ConfigError(
+                f"{', '.join(sorted(overrides))}: they go over a file; change a Config object with attrs.evolve"
+            )
+        return config
+    return load_config(config, overrides).config
