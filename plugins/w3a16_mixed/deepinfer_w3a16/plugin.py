@@ -5,11 +5,14 @@ from __future__ import annotations
 from deepinfer_core.plugin_api import (
     DTYPES,
     WHOLE_ROW,
+    CapabilityRange,
     LinearBackend,
     LinearKernelSpec,
+    MRange,
     PluginInfo,
     QuantizationRecipe,
     RecipeRule,
+    Stability,
     TensorSpec,
     WeightLayoutSpec,
     WeightSchemeSpec,
@@ -31,7 +34,7 @@ def deepinfer_linear_backends() -> list[LinearBackend]:
             name="w3a16",
             schemes=(scheme(),),
             layouts=layouts(),
-            kernels=(*cpu_kernels(), *dequantize_kernels()),
+            kernels=(*cpu_kernels(), *row_kernels(), *dequantize_kernels()),
             recipes=recipes(),
         )
     ]
@@ -68,6 +71,34 @@ def layouts() -> tuple[WeightLayoutSpec, ...]:
 def cpu_kernels() -> tuple[LinearKernelSpec, ...]:
     """Return the kernels made for CPUs."""
     return ()
+
+
+def row_kernels() -> tuple[LinearKernelSpec, ...]:
+    """Return the first system's kernels over canonical rows: M = 1..8 with grid.y = batch, and above.
+
+    The batch tile is experimental: there eight accumulators cost more occupancy than the shared weight read saved
+    (0.48x to 0.53x of grid.y = batch on the first system's RTX 3050 laptop card).
+    """
+    forms: tuple[tuple[str, MRange, Stability], ...] = (
+        ("gemv", MRange(1, 8), "stable"),
+        ("batch_tile_gemv", MRange(2, 8), "experimental"),
+        ("tiled_gemm", MRange(9), "stable"),
+    )
+    return tuple(
+        LinearKernelSpec(
+            name=f"w3a16.{form}",
+            scheme="w3a16",
+            layout="w3a16.rows.v1",
+            device="cuda",
+            m=m,
+            capability=CapabilityRange(lo=(8, 0)),
+            epilogues=("none", "residual"),
+            priority=10 if stability == "stable" else 5,
+            stability=stability,
+            factory=f"deepinfer_w3a16.row_kernels:{form}",
+        )
+        for form, m, stability in forms
+    )
 
 
 def dequantize_kernels() -> tuple[LinearKernelSpec, ...]:

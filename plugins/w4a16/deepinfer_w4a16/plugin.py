@@ -5,8 +5,10 @@ from __future__ import annotations
 from deepinfer_core.plugin_api import (
     DTYPES,
     WHOLE_ROW,
+    CapabilityRange,
     LinearBackend,
     LinearKernelSpec,
+    MRange,
     PluginInfo,
     QuantizationRecipe,
     RecipeRule,
@@ -31,7 +33,7 @@ def deepinfer_linear_backends() -> list[LinearBackend]:
             name="w4a16",
             schemes=(scheme(),),
             layouts=layouts(),
-            kernels=(*cpu_kernels(), *dequantize_kernels()),
+            kernels=(*cpu_kernels(), *row_kernels(), *dequantize_kernels()),
             recipes=(recipe(),),
         )
     ]
@@ -68,6 +70,25 @@ def layouts() -> tuple[WeightLayoutSpec, ...]:
 def cpu_kernels() -> tuple[LinearKernelSpec, ...]:
     """Return the kernels made for CPUs."""
     return ()
+
+
+def row_kernels() -> tuple[LinearKernelSpec, ...]:
+    """Return the first system's kernels over canonical rows: M = 1, 2..8 and above; readable references."""
+    forms = (("gemv", MRange(1, 1)), ("batch_tile_gemv", MRange(2, 8)), ("tiled_gemm", MRange(9)))
+    return tuple(
+        LinearKernelSpec(
+            name=f"w4a16.{form}",
+            scheme="w4a16",
+            layout="w4a16.rows.v1",
+            device="cuda",
+            m=m,
+            capability=CapabilityRange(lo=(8, 0)),
+            epilogues=("none", "residual"),
+            priority=10,
+            factory=f"deepinfer_w4a16.row_kernels:{form}",
+        )
+        for form, m in forms
+    )
 
 
 def dequantize_kernels() -> tuple[LinearKernelSpec, ...]:
