@@ -184,12 +184,20 @@ class SdpaAttention:
 
     def _read(self, kv: Mapping[str, torch.Tensor], name: str, span: Span) -> torch.Tensor:
         """Return ``[1, kv_heads, keys, head_dim]`` in the activations' dtype: a view where the pages allow it."""
-        values = _gather(kv[name], span)
-        if self._int8:
-            values = dequantize_heads(values, _gather(kv[f"{name}_scale"], span), self._act_dtype)
-        elif self._casts:
-            values = values.to(self._act_dtype)
-        return values.transpose(0, 1)[None]
+        cache = kv[name]
+        if span.slot >= 0 and not self._int8:
+            _, _, heads, width = cache.shape
+            values = cache.as_strided(
+                (1, heads, span.keys, width),
+                (cache.stride(0), width, heads * width, 1),
+                cache.storage_offset() + element_offset(span.slot, heads, width),
+            )
+        else:
+            values = _gather(cache, span)
+            if self._int8:
+                values = dequantize_heads(values, _gather(kv[f"{name}_scale"], span), self._act_dtype)
+            values = values.transpose(0, 1)[None]
+        return values.to(self._act_dtype) if self._casts else values
 
 
 def _scatter(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
