@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -133,23 +134,27 @@ class ResolvedConfig:
 
     Attributes:
         config: The values.
-        origins: Dotted key -> ``"default"``, ``"file PATH"`` or ``"flag"``, for every key of `rows`.
+        origins: Dotted key -> ``"default"``, ``"file PATH"`` or ``"flag"``, or the last two
+            joined, for every key of `rows`.
     """
 
     config: Config
     origins: Mapping[str, str]
 
-    def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """Yield (dotted key, value, origin) in the order of the classes."""
-        for key, value in _leaves(self.config, ""):
-            yield key, value, self.origins[key]
+    def rows(self) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+        """Yield (path of the key, value, origin) in the order of the classes; pins and options are one value each."""
+        for path, value in _leaves(self.config, ()):
+            yield path, value, self.origins[_dotted(path)]
 
     def describe(self, key: str) -> str:
         """Return how an error names a value: ``deepinfer.toml: scheduler.policy = "slo"``."""
-        values = {name: value for name, value, _ in self.rows()}
-        origin = self.origins.get(key, "default")
-        where = origin.removeprefix("file ") if origin != "flag" else "flag"
-        return f"{where}: {key} = {toml_text(values[key])}" if key in values else f"{where}: {key}"
+        for path, value, origin in self.rows():
+            name = _dotted(path)
+            if key == name or key.startswith(f"{name}."):
+                return f"{origin.removeprefix('file ')}: {name} = {toml_text(value)}"
+        inside = [origin for path, _, origin in self.rows() if _dotted(path).startswith(f"{key}.")]
+        where = next((origin for origin in inside if origin != "default"), "default")
+        return f"{where.removeprefix('file ')}: [{key}]"
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> ResolvedConfig:
@@ -165,6 +170,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
             listed, each with file or flag, key, value, and what would be right.
     """
     given = _read(Path(path)) if path is not None else {}
+    in_file = deepcopy(given)
     flagged: set[str] = set()
     for key, value in (overrides or {}).items():
         if value is not None:
@@ -173,9 +179,10 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
             flagged.add(_dotted(target))
 
     def origin(key: str) -> str:
-        if any(key == flag or key.startswith(f"{flag}.") for flag in flagged):
-            return "flag"
-        return f"file {path}" if path is not None and _holds(given, key) else "default"
+        flag = any(key == f or key.startswith(f"{f}.") or f.startswith(f"{key}.") for f in flagged)
+        whole = any(key == f or key.startswith(f"{f}.") for f in flagged)
+        file = path is not None and not whole and _holds(in_file, key)
+        return ", ".join([f"file {path}"] * file + ["flag"] * flag) or "default"
 
     data, faults = _shaped(given, Config, "")
     try:
@@ -188,7 +195,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     if faults:
         lines = [f"{origin(key).removeprefix('file ')}: {text}" for key, text in faults]
         raise ConfigError("\n".join(lines))
-    return ResolvedConfig(config=config, origins={key: origin(key) for key, _ in _leaves(config, "")})
+    return ResolvedConfig(config=config, origins={k: origin(k) for k in (_dotted(p) for p, _ in _leaves(config, ()))})
 
 
 def locate(key: str) -> tuple[tuple[str, ...], Any]:
@@ -255,16 +262,15 @@ def _holds(data: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if attrs.has(type(value)):
-        items = [(a.name, getattr(value, a.name)) for a in attrs.fields(type(value))]
-    elif isinstance(value, Mapping) and value:
-        items = list(value.items())
+        for attribute in attrs.fields(type(value)):
+            yield from _leaves(getattr(value, attribute.name), (*path, attribute.name))
+    elif path == ("linear",):
+        for scheme, settings in value.items():
+            yield from _leaves(settings, (*path, scheme))
     else:
-        yield prefix, value
-        return
-    for name, item in items:
-        yield from _leaves(item, f"{prefix}.{name}" if prefix else name)
+        yield path, value
 
 
 def _dotted(path: tuple[str, ...]) -> str:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import sys
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -137,22 +136,15 @@ def problem_key(problem: LinearProblem) -> str:
     )
 
 
-def timings_path(device: str, directory: Path | None = None) -> Path:
-    """Return where the table of a device is kept: one file a device, in the user's cache directory."""
+def timings_path(device: str, directory: Path) -> Path:
+    """Return where the table of a device is kept, one file a device.
+
+    Args:
+        device: The device's name, as the device reports it.
+        directory: deepinfer's cache directory.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "unnamed"
-    return (directory or cache_directory() / "tuning") / f"{slug}.json"
-
-
-def cache_directory() -> Path:
-    """Return the user's cache directory for deepinfer; it may not exist yet."""
-    override = os.environ.get("DEEPINFER_CACHE_DIR")
-    if override:
-        return Path(override)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA")
-        return (Path(base) if base else Path.home() / "AppData" / "Local") / "deepinfer"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "deepinfer"
+    return directory / "tuning" / f"{slug}.json"
 
 
 def _entry(raw: Any) -> Timing | None:
