@@ -35,7 +35,7 @@ def test_llama_values_are_taken_over():
     assert spec.max_length == 256
     assert spec.dtype == "bfloat16"
     assert spec.sliding_windows == (None,) * 4
-    assert not (spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.qk_norm)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 4
 
 
 def test_llama_biases_follow_the_config():

@@ -113,7 +113,7 @@ class TestYarnAttentionFactor:
 
 
 def test_partial_rotation_is_refused():
-    with pytest.raises(ModelError, match="partial_rotary_factor is 0.5"):
+    with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5"):
         rope(rope_theta=1e4, partial_rotary_factor=0.5)
 
 
