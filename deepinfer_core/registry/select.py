@@ -20,6 +20,9 @@ from deepinfer_core.registry.tuning import Timings
 
 __all__ = ["AttentionSelection", "LinearChoice", "Rejection", "Selection", "select_attention", "select_linear"]
 
+LINEAR_KINDS = ("linear backend", "scheme", "layout", "kernel")
+"""What a plugin may bring to a linear layer; one that failed before it said anything may have been to bring it."""
+
 Kernel = Registered[LinearKernelSpec]
 Layout = Registered[WeightLayoutSpec]
 
@@ -332,10 +335,11 @@ class _Selector:
                     f"{scheme} on {where}: no kernel serves M = {row.m}; {FALLBACK} fills in "
                     "(`deepinfer explain` lists why)"
                 )
-        if self.backend is None and self.catalog.faults:
-            failed = "; ".join(str(fault) for fault in self.catalog.faults)
-            chosen = ", ".join(sorted({k.spec.name for k in table.kernels()}))
-            yield f"{scheme} on {where}: chosen without plugins that failed ({failed}); {chosen} serves"
+        failed = [f for f in self.catalog.faults if not f.brings or any(kind in LINEAR_KINDS for kind, _ in f.brings)]
+        if self.backend is None and failed:
+            names = ", ".join(f"{f.name} ({f.distribution} {f.version})" for f in failed)
+            chosen = ", ".join(k.spec.name for k in table.kernels())
+            yield f"{scheme} on {where}: chosen without plugins that were held back: {names}; it runs on {chosen}"
 
     def _tie(self, kernels: Iterable[Kernel], m: int) -> SelectionError:
         both = " and ".join(f"{k.spec.name!r} ({k.origin})" for k in sorted(kernels, key=lambda k: k.spec.name))
