@@ -176,7 +176,7 @@ class Checkpoint(ABC):
         missing: list[str] = []
         for name, shape in shapes.items():
             module = name.removesuffix(".weight")
-            form = self.layer_format(module) if name.endswith(".weight") and name != EMBEDDING else DENSE
+            form = self.layer_format(module) if self._is_linear(name, shape) else DENSE
             if not form.dense:
                 used |= self._verify_quantized(module, form, shape, missing, schemes)
                 continue
@@ -196,6 +196,12 @@ class Checkpoint(ABC):
         if extras:
             shown = ", ".join(extras[:8]) + (f" and {len(extras) - 8} more" if len(extras) > 8 else "")
             logger.warning("%s: %d tensors that this model does not use: %s", self.path, len(extras), shown)
+
+    def _is_linear(self, name: str, shape: tuple[int, ...] | None) -> bool:
+        """Patterns such as ``model.layers.*`` match norms too, but speak of linear layers alone."""
+        if name == EMBEDDING or not name.endswith(".weight"):
+            return False
+        return name not in self.stored_names() if shape is None else len(shape) == 2
 
     def _verify_quantized(
         self,

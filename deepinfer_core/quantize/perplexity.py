@@ -14,7 +14,7 @@ TEXT_NAME = "public_domain.txt"
 WINDOW = 512
 
 Score = Callable[[Sequence[int]], "torch.Tensor"]
-"""Token ids ``[T]`` to logits ``[T, vocab]``: row t predicts token t + 1."""
+"""Token ids ``[T]`` to the log probability of each but the first ``[T - 1]``, from an empty context."""
 
 
 def public_domain_text() -> str:
@@ -26,30 +26,25 @@ def public_domain_text() -> str:
     return resources.files("deepinfer_core.quantize").joinpath(TEXT_NAME).read_text(encoding="utf-8")
 
 
-def perplexity(score: Score, tokens: Sequence[int], *, window: int = WINDOW) -> float:
-    """Return ``exp`` of the mean negative log likelihood of every token but each window's first.
+def perplexity(score: Score, tokens: Sequence[int], *, window: int = WINDOW) -> tuple[float, int]:
+    """Return ``exp`` of the mean negative log likelihood of every token but each window's first, and their number.
 
     Args:
-        score: Logits of one window, from an empty context.
+        score: Log probabilities of one window.
         tokens: Ids of the text.
         window: Tokens scored together; windows do not overlap.
 
     Returns:
-        The perplexity; NaN logits give NaN, never a good number.
+        Perplexity (NaN logits give NaN, never a good number) and scored tokens.
     """
-    if len(tokens) < 2:
-        raise ValueError(f"perplexity needs at least 2 tokens, got {len(tokens)}")
-    import torch
-
     total, count = 0.0, 0
     for begin in range(0, len(tokens), window):
-        part = list(tokens[begin : begin + window])
+        part = tokens[begin : begin + window]
         if len(part) < 2:
             continue
-        logits = score(part)
-        losses = torch.nn.functional.cross_entropy(
-            logits[: len(part) - 1].float(), torch.tensor(part[1:], device=logits.device), reduction="sum"
-        )
-        total += float(losses)
+        losses = score(part)
+        assert losses.shape == (len(part) - 1,), f"{len(part)} tokens were scored as {tuple(losses.shape)}"
+        total -= float(losses.double().sum())
         count += len(part) - 1
-    return math.exp(total / count)
+    assert count, f"perplexity needs at least 2 tokens, got {len(tokens)}"
+    return math.exp(min(total / count, 700.0)), count
