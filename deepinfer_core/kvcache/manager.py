@@ -115,6 +115,23 @@ class KVCache:
         """Return the pages that a sequence of this many tokens takes."""
         return -(-tokens // self.page_size)
 
+    def shared_pages(self, seq: KVSequence) -> int:
+        """Return how many of a sequence's pages another sequence reads too; freeing it would not free those.
+
+        Who shares a page shares all before it, so the shared ones come first and the last of them is found by bisection.
+        """
+        refs, cached = self.pool.refs, len(seq.nodes)
+        low, high = 0, len(seq.pages)
+        if not high or refs(seq.pages[0]) <= (1 + (cached > 0)):
+            return 0
+        while low < high:
+            middle = (low + high) // 2
+            if refs(seq.pages[middle]) > 1 + (middle < cached):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def open(self, tokens: Sequence[int] = (), *, salt: Hashable = None, reuse: bool = True) -> KVSequence:
         """Start a sequence, with as much of ``tokens`` as the prefix cache holds (never the last one) already computed.
 

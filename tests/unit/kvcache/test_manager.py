@@ -128,3 +128,23 @@ def test_the_leak_check_sees_an_open_sequence(make_kv):
     kv.pool.alloc()
     with pytest.raises(AssertionError, match="1 pages in use, 0 cached"):
         kv.assert_no_leaks()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("length", [1, 4, 9, 17])
+def test_shared_pages_counts_what_freeing_would_not_free(make_kv, fill, prefix_cache, length):
+    kv = make_kv(pages=16, prefix_cache=prefix_cache)
+    tokens = list(range(length))
+    seq = kv.open()
+    fill(kv, seq, tokens)
+    kv.remember(seq, tokens)
+    assert kv.shared_pages(seq) == 0
+    twin = kv.fork(seq)
+    assert kv.shared_pages(seq) == kv.shared_pages(twin) == length // 4
+    before = kv.available_pages
+    shared, held = kv.shared_pages(seq), len(seq.pages)
+    kv.free(seq)
+    assert kv.available_pages == before + held - shared
+    assert kv.shared_pages(twin) == 0
+    kv.free(twin)
+    kv.assert_no_leaks()
