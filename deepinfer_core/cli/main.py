@@ -18,7 +18,7 @@ from deepinfer_core.errors import DeepinferError
 
 INTERRUPTED = 130
 
-COMMANDS = ("generate", "quantize", "explain", "plugins", "config", "doctor")
+COMMANDS = ("generate", "quantize", "explain", "tune", "bench", "plugins", "config", "doctor")
 """Modules of this package in the order of ``--help``; each has a ``command`` function, or an ``app`` of several."""
 
 

@@ -1,0 +1,203 @@
+"""`deepinfer bench linear`: our kernels, the fallback and other people's, side by side in one run on one card."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from deepinfer_core.bench.kernel_bench import KernelBench, relative_error, time_peer
+from deepinfer_core.bench.peers import PEERS, Peer
+from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.timing import copies_for, read_bandwidth_gbs
+from deepinfer_core.plugin_api import LinearProblem
+from deepinfer_core.registry.catalog import Catalog, Registered
+from deepinfer_core.registry.dispatch import fallback_spec
+from deepinfer_core.registry.select import LinearChoice, select_linear
+
+MAX_REL_ERR = 2e-3
+"""Largest relative error against float32 with FP16 out; a row beyond it is marked wrong and fails the run."""
+
+
+@frozen(kw_only=True)
+class LinearBenchSpec:
+    """What to measure.
+
+    Attributes:
+        schemes: Weight schemes.
+        shapes: (N, K) pairs.
+        ms: Row counts.
+        group_size: Codes a scale.
+        zeros: Layers store zeros.
+        act_dtype: Dtype of x and out.
+        choice: Backend, pins and experimental flag as in a config.
+        kernels: Measure these kernels instead of the selected one; empty for the selected one.
+        peers: Measure cuBLAS, tinygemm, humming and the fallback too.
+    """
+
+    schemes: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    ms: tuple[int, ...]
+    group_size: int = 128
+    zeros: bool = False
+    act_dtype: str = "float16"
+    choice: LinearChoice = LinearChoice()
+    kernels: tuple[str, ...] = ()
+    peers: bool = True
+
+
+def run(catalog: Catalog, spec: LinearBenchSpec, report: Callable[[str], object] = print) -> dict[str, Any]:
+    """Measure and return the result file's content: ``{meta, rows}``.
+
+    Raises:
+        KernelError: There is no CUDA device, or a kernel's result is wrong (the rows so far are in the message).
+    """
+    if not torch.cuda.is_available():
+        raise KernelError("bench linear measures CUDA kernels and no CUDA device is here")
+    read_gbs = read_bandwidth_gbs()
+    report(f"{torch.cuda.get_device_name()}: reads {read_gbs:.0f} GB/s at most")
+    rows: list[dict[str, Any]] = []
+    for scheme in spec.schemes:
+        for n, k in spec.shapes:
+            problem = LinearProblem(
+                n=n,
+                k=k,
+                m_max=max(spec.ms),
+                device="cuda",
+                capability=torch.cuda.get_device_capability(),
+                act_dtype=spec.act_dtype,
+                scheme=scheme,
+                group_size=spec.group_size,
+                zeros=spec.zeros,
+            )
+            for row in _problem_rows(catalog, problem, spec, read_gbs):
+                rows.append(row)
+                report(_line(row))
+    return {"meta": meta(read_gbs), "rows": rows}
+
+
+def meta(read_gbs: float) -> dict[str, Any]:
+    """Return what a result must say about where it comes from."""
+    import importlib.metadata as metadata
+
+    cupy = next((f"{d} {metadata.version(d)}" for d in ("cupy-cuda12x", "cupy-cuda13x") if _installed(d)), "none")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "torch": torch.__version__,
+        "cupy": cupy,
+        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "date": date.today().isoformat(),
+        "commit": _first_line(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),
+        "read_gbs": round(read_gbs),
+    }
+
+
+def _problem_rows(
+    catalog: Catalog, problem: LinearProblem, spec: LinearBenchSpec, read_gbs: float
+) -> Iterable[dict[str, Any]]:
+    bench = KernelBench(catalog, problem)
+    selection = select_linear(catalog, problem, spec.choice)
+    chosen = {m: selection.table.kernel_for(m).kernel for m in spec.ms}
+    plan: dict[str, tuple[Registered[Any], list[int]]] = {}
+    for m in spec.ms:
+        names = spec.kernels or (chosen[m].spec.name,)
+        for name in names:
+            kernel = chosen[m] if name == chosen[m].spec.name else catalog.kernel(name)
+            if m in kernel.spec.m and kernel.spec.scheme == problem.scheme:
+                plan.setdefault(name, (kernel, []))[1].append(m)
+    columns: dict[int, dict[str, float | None]] = {m: {} for m in spec.ms}
+    if spec.peers:
+        fallback = _fallback(catalog, problem)
+        with bench.loaded(fallback) as measure:
+            for m in spec.ms:
+                columns[m]["us_fallback"] = measure(m).timing.us
+        for peer in PEERS:
+            for m, us in _peer_times(peer, bench, spec.ms).items():
+                columns[m][f"us_{peer.name}"] = us
+    for kernel, ms in plan.values():
+        with bench.loaded(kernel) as measure:
+            for m in ms:
+                measured = measure(m)
+                moved = bench.floor_bytes + 2 * m * (problem.n + problem.k)
+                yield {
+                    "scheme": problem.scheme,
+                    "m": m,
+                    "n": problem.n,
+                    "k": problem.k,
+                    "group_size": problem.group_size,
+                    "zeros": problem.zeros,
+                    "act_dtype": problem.act_dtype,
+                    "layout": kernel.spec.layout,
+                    "kernel": kernel.spec.name,
+                    "us": round(measured.timing.us, 3),
+                    "us_floor": round(moved / read_gbs / 1e3, 3),
+                    "rel_err": measured.rel_err,
+                    "correct": measured.rel_err < MAX_REL_ERR,
+                    "spread": round(measured.timing.spread, 4),
+                    **{name: None if us is None else round(us, 3) for name, us in columns[m].items()},
+                }
+
+
+def _fallback(catalog: Catalog, problem: LinearProblem) -> Registered[Any]:
+    """Return dequantize + matmul over the canonical rows, the honest baseline of every scheme."""
+    layouts = [s for s in catalog.layouts.values() if s.spec.scheme == problem.scheme and "cuda" in s.spec.devices]
+    rows = next((s for s in layouts if ".rows." in s.spec.name), layouts[0])
+    return Registered.by_core(fallback_spec(rows.spec, problem))
+
+
+def _peer_times(peer: Peer, bench: KernelBench, ms: Sequence[int]) -> dict[int, float | None]:
+    problem = bench.problem
+    if peer.reason_against(problem) is not None:
+        return dict.fromkeys(ms)
+    nbytes = bench.floor_bytes if peer.name != "fp16" else 2 * problem.n * problem.k
+    times: dict[int, float | None] = {}
+    try:
+        call, tolerance = peer.prepare(problem, bench.weight)
+        copies = [call] + [peer.prepare(problem, bench.weight)[0] for _ in range(copies_for(nbytes) - 1)]
+        for m in ms:
+            x, expected = bench.inputs(m)
+            x = x.to(getattr(peer, "act_dtype", x.dtype))
+            error = relative_error(copies[0](x), expected)
+            times[m] = time_peer(copies, x).us if error < tolerance else None
+    except Exception as error:
+        # Somebody else's kernel may refuse a shape or fail to compile on this card; ours are still worth measuring.
+        print(f"  peer {peer.name} failed on {problem.n} x {problem.k}: {' '.join(str(error).split())[:200]}")
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {m: times.get(m) for m in ms}
+
+
+def _line(row: dict[str, Any]) -> str:
+    peers = "  ".join(f"{k[3:]} {v:.1f}" for k, v in row.items() if k.startswith("us_") and v and k != "us_floor")
+    share = row["us_floor"] / row["us"]
+    wrong = "" if row["correct"] else "  WRONG"
+    return (
+        f"{row['scheme']} {row['m']:>4} x {row['n']} x {row['k']}  {row['kernel']:<28} {row['us']:8.2f} us "
+        f"({share:.0%} of reads, +-{row['spread']:.1%}, err {row['rel_err']:.1e}){wrong}  {peers}"
+    )
+
+
+def _installed(name: str) -> bool:
+    import importlib.metadata as metadata
+
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"

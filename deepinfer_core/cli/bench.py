@@ -1,0 +1,94 @@
+"""``deepinfer bench``: honest measurements, each with a JSON file that says which path ran and on what."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deepinfer_core.cli.options import Backend, ConfigFile, SetKeys, overrides
+from deepinfer_core.errors import ConfigError
+
+app = typer.Typer(help="Measure kernels and serving; every result names device, versions and the path taken.")
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result here as JSON.")]
+
+KERNEL_SHAPES = "2560x2048,2048x2048,22016x2048,2048x11008,4608x3584,3584x3584,37888x3584,3584x18944"
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `bench` a group, also while it has one command."""
+
+
+@app.command("linear")
+def linear(
+    scheme: Annotated[str, typer.Option("--scheme", help="Weight schemes, comma separated.")] = "w4a16,w3a16",
+    shapes: Annotated[str, typer.Option("--shapes", metavar="NxK,...", help="Layers: outputs x inputs.")] = (
+        KERNEL_SHAPES
+    ),
+    ms: Annotated[str, typer.Option("--m", metavar="M,...", help="Row counts.")] = "1,8,16,32",
+    group_size: Annotated[int, typer.Option("--group-size", help="Codes a scale; -1: the whole row.")] = 128,
+    zeros: Annotated[bool, typer.Option("--zeros", help="Layers store a zero per group.")] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="Activation dtype.")] = "float16",
+    kernel: Annotated[
+        list[str] | None, typer.Option("--kernel", help="Measure this kernel, not the selected one; repeatable.")
+    ] = None,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure other people's kernels too.")] = True,
+    config: ConfigFile = None,
+    backend: Backend = None,
+    sets: SetKeys = None,
+    output: Output = None,
+) -> None:
+    """Time our kernels, the fallback, cuBLAS, tinygemm and humming side by side on this card."""
+    from deepinfer_core.bench import linear as bench
+    from deepinfer_core.config import load_config
+    from deepinfer_core.registry.catalog import Catalog
+    from deepinfer_core.registry.discovery import discover
+    from deepinfer_core.registry.select import LinearChoice
+
+    settings = load_config(config, overrides(sets=sets, backend=backend)).config
+    schemes = tuple(s for s in scheme.split(",") if s)
+    spec = bench.LinearBenchSpec(
+        schemes=schemes,
+        shapes=tuple(parse_shape(s) for s in shapes.split(",") if s),
+        ms=tuple(parse_count("--m", m) for m in ms.split(",") if m),
+        group_size=group_size,
+        zeros=zeros,
+        act_dtype=dtype,
+        choice=LinearChoice.from_settings(settings.linear_for(schemes[0])),
+        kernels=tuple(kernel or ()),
+        peers=peers,
+    )
+    catalog = Catalog.from_discovery(discover(disable=settings.plugins.disable, strict=settings.plugins.strict))
+    result = bench.run(catalog, spec)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {output}")
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Read ``NxK``.
+
+    Raises:
+        ConfigError: The text is not two positive numbers around an x.
+    """
+    match = re.fullmatch(r"\s*([1-9]\d*)\s*[xX]\s*([1-9]\d*)\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a shape; write outputs x inputs, like 4096x2048")
+    return int(match[1]), int(match[2])
+
+
+def parse_count(flag: str, text: str) -> int:
+    """Read a positive number.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    if not re.fullmatch(r"\s*[1-9]\d*\s*", text):
+        raise ConfigError(f"{flag} {text!r} is not a positive whole number")
+    return int(text)
