@@ -40,7 +40,7 @@ def command(
         raise KernelError("tune measures kernels on a CUDA device and none is here; `deepinfer doctor` says what is")
     settings = load_config(config, overrides(sets=sets, dtype=dtype)).config
     layers = layers_of_model(model)
-    act_dtype = settings.dtype
+    act_dtype: str = settings.dtype
     if act_dtype == "auto":
         act_dtype = layers.spec.dtype if layers.spec.dtype in ("float16", "bfloat16") else "float16"
     problems = [p for _, p in layers.problems(settings, "cuda", torch.cuda.get_device_capability(), act_dtype)]
