@@ -235,9 +235,8 @@ def _print_attention(attention: AttentionSelection | None) -> None:
     if attention is None:
         return
     out = console()
-    out.print(
-        f"\n[bold]attention[/bold]  {escape(attention.spec.spec.name)} ({escape(attention.spec.origin)}), {attention.why}"
-    )
+    chosen = f"{attention.spec.spec.name} ({attention.spec.origin}), {attention.why}"
+    out.print(f"\n[bold]attention[/bold]  {escape(chosen)}")
     for rejection in attention.rejected:
         out.print(f"  not {escape(str(rejection))}")
 

@@ -7,9 +7,9 @@ from functools import partial
 
 from deepinfer_core.errors import SelectionError
 from deepinfer_core.registry.catalog import Catalog
+from deepinfer_core.registry.choice import LinearSettings
 from deepinfer_core.registry.dispatch import FALLBACK
 from deepinfer_core.registry.policy import resolve_policy
-from deepinfer_core.registry.select import LinearSettings
 
 
 def check_names(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import log as ln
-from types import MappingProxyType
-from typing import Protocol
 
-from attrs import field, frozen
+from attrs import frozen
 
 from deepinfer_core.errors import SelectionError
 from deepinfer_core.plugin_api import LinearKernelSpec, LinearProblem, MRange, WeightLayoutSpec
 from deepinfer_core.registry.catalog import Catalog, Registered
+from deepinfer_core.registry.choice import LinearChoice
 from deepinfer_core.registry.dispatch import FALLBACK, DispatchRow, DispatchTable, fallback_spec, timing_name
 from deepinfer_core.registry.fit import capability_text, kernel_misfit, layout_misfit
 from deepinfer_core.registry.pins import pin_at, read_pins
@@ -25,51 +24,6 @@ LINEAR_KINDS = ("linear backend", "scheme", "layout", "kernel")
 
 Kernel = Registered[LinearKernelSpec]
 Layout = Registered[WeightLayoutSpec]
-
-
-class LinearSettings(Protocol):
-    """What a config says under ``[linear.<scheme>]``."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def kernels(self) -> Mapping[str, str]: ...
-    @property
-    def allow_experimental(self) -> bool: ...
-    @property
-    def strict(self) -> bool: ...
-
-
-def _frozen_pins(kernels: Mapping[str, str]) -> Mapping[str, str]:
-    return MappingProxyType(dict(kernels))
-
-
-@frozen(kw_only=True)
-class LinearChoice:
-    """What a config asks for one scheme.
-
-    Attributes:
-        backend: A linear backend's name: its kernels alone are candidates. ``"auto"``: everybody's.
-        kernels: Range of M -> kernel name, such as ``{"2..8": "w4a16.batch_tile_gemv"}``; a pin may name any
-            backend's kernel, and fixes the layout for every M.
-        allow_experimental: Experimental kernels are candidates too; a pinned one always is.
-        strict: A range of M that no kernel serves is an error; core's fallback does not fill it.
-    """
-
-    backend: str = "auto"
-    kernels: Mapping[str, str] = field(factory=dict, converter=_frozen_pins)
-    allow_experimental: bool = False
-    strict: bool = False
-
-    @classmethod
-    def from_settings(cls, settings: LinearSettings) -> LinearChoice:
-        """Read the part of a config for one scheme."""
-        return cls(
-            backend=settings.backend,
-            kernels=settings.kernels,
-            allow_experimental=settings.allow_experimental,
-            strict=settings.strict,
-        )
 
 
 @frozen(kw_only=True)
