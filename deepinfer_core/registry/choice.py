@@ -10,16 +10,27 @@ from attrs import field, frozen
 
 
 class LinearSettings(Protocol):
-    """What a config says under ``[linear.<scheme>]``."""
+    """What a config says under ``[linear.<scheme>]``; its attributes are those of `LinearChoice`."""
 
     @property
-    def backend(self) -> str: ...
+    def backend(self) -> str:
+        """A linear backend's name, or ``"auto"``."""
+        ...
+
     @property
-    def kernels(self) -> Mapping[str, str]: ...
+    def kernels(self) -> Mapping[str, str]:
+        """Range of M -> kernel name."""
+        ...
+
     @property
-    def allow_experimental(self) -> bool: ...
+    def allow_experimental(self) -> bool:
+        """Experimental kernels are candidates too."""
+        ...
+
     @property
-    def strict(self) -> bool: ...
+    def strict(self) -> bool:
+        """A range of M that no kernel serves is an error."""
+        ...
 
 
 def _frozen_pins(kernels: Mapping[str, str]) -> Mapping[str, str]:
