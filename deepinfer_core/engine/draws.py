@@ -33,7 +33,7 @@ def picks(work: Work, going_on: Sequence[Item]) -> list[Pick]:
     return [
         Pick(item.request, end - 1)
         for item, end in _ends(work, going_on)
-        if item.last and item.request.seq is not None  # without one it has just been put back
+        if item.last and item.request.computed == len(item.request.tokens)  # else it has just been put off
     ]
 
 

@@ -21,7 +21,7 @@ from deepinfer_core.plugin_api.planning import seniority
 log = logging.getLogger("deepinfer.engine")
 
 OUT_OF_MEMORY_LIMIT = 3
-"""How often a request is put back for lack of memory before it fails."""
+"""How often in a row, with nothing gained between, a request is put off for lack of memory before it fails."""
 
 
 class Lifecycle:
@@ -118,7 +118,10 @@ class Lifecycle:
         self.queues.put(request, "waiting")
 
     def out_of_memory(self, request: Request, error: BaseException) -> None:
-        """Put a request back whose own part of a step found no memory; fail it when that goes on."""
+        """Leave a request whose own part of a step found no memory to a later plan; fail it when that goes on.
+
+        It keeps its pages and its place: what ran short is memory beside the pages, which have a budget of their own.
+        """
         self._metrics.out_of_memory_total += 1
         request.in_flight = False
         request.out_of_memory += 1
@@ -126,8 +129,11 @@ class Lifecycle:
             self.finish(request, "abort")
         elif request.out_of_memory > OUT_OF_MEMORY_LIMIT:
             self.fail(request, CapacityError(f"request {request.id!r} ran out of memory: {error}"))
-        else:
-            self.preempt(request)
+        elif request.phase == "waiting":
+            self._return_pages(request)
+        elif request.computed == len(request.tokens):
+            assert request.seq is not None
+            self._kv.rollback(request.seq, 1)  # it found no memory to sample: the last token's logits are needed again
 
     # After a work.
 
@@ -147,6 +153,8 @@ class Lifecycle:
                 continue
             if request.phase == "prefill":
                 self._metrics.prefill_steps_total += 1
+            if not item.last:
+                request.out_of_memory = 0
             going_on.append(item)
         return going_on
 
@@ -166,7 +174,7 @@ class Lifecycle:
             self.fail(request, GenerationError(text))
             return
         assert request.seq is not None
-        request.healthy = True
+        request.healthy, request.out_of_memory = True, 0
         self._kv.remember(request.seq, request.tokens)
         siblings, request.siblings = request.siblings, []
         for sibling, draw in zip(siblings, draws[1:], strict=True):

@@ -43,7 +43,7 @@ class Request:
         in_flight: A launched work of it has not finished.
         aborted: It ends as soon as nothing of it is in flight.
         healthy: The logits of all that its pages hold were seen and were finite.
-        out_of_memory: How often it was put back for lack of memory.
+        out_of_memory: How often in a row it was put off for lack of memory.
     """
 
     id: str

@@ -164,6 +164,11 @@ class KVCache:
         seq.length += tokens
         assert seq.length <= len(seq.pages) * self.page_size, "more tokens stored than the pages hold"
 
+    def rollback(self, seq: KVSequence, tokens: int) -> None:
+        """Count the last tokens as not computed; they must lie behind what `remember` has offered."""
+        seq.length -= tokens
+        assert seq.length >= len(seq.nodes) * self.page_size, "a cached page cannot be computed again"
+
     def remember(self, seq: KVSequence, tokens: Sequence[int]) -> None:
         """Offer the sequence's full pages to the prefix cache; ``tokens`` are its tokens from the first on.
 
