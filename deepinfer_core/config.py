@@ -135,7 +135,7 @@ class ResolvedConfig:
     Attributes:
         config: The values.
         origins: Dotted key -> ``"default"``, ``"file PATH"`` or ``"flag"``, or the last two
-            joined, for every key of `rows`.
+            joined, for every key of `rows` and every scheme's table.
     """
 
     config: Config
@@ -152,9 +152,7 @@ class ResolvedConfig:
             name = _dotted(path)
             if key == name or key.startswith(f"{name}."):
                 return f"{origin.removeprefix('file ')}: {name} = {toml_text(value)}"
-        inside = [origin for path, _, origin in self.rows() if _dotted(path).startswith(f"{key}.")]
-        where = next((origin for origin in inside if origin != "default"), "default")
-        return f"{where.removeprefix('file ')}: [{key}]"
+        return f"{self.origins.get(key, 'default').removeprefix('file ')}: [{key}]"
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> ResolvedConfig:
@@ -195,7 +193,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     if faults:
         lines = [f"{origin(key).removeprefix('file ')}: {text}" for key, text in faults]
         raise ConfigError("\n".join(lines))
-    return ResolvedConfig(config=config, origins={k: origin(k) for k in (_dotted(p) for p, _ in _leaves(config, ()))})
+    keys = [_dotted(p) for p, _ in _leaves(config, ())] + [f"linear.{scheme}" for scheme in config.linear]
+    return ResolvedConfig(config=config, origins={key: origin(key) for key in keys})
 
 
 def locate(key: str) -> tuple[tuple[str, ...], Any]:
@@ -204,6 +203,8 @@ def locate(key: str) -> tuple[tuple[str, ...], Any]:
     Raises:
         ConfigError: There is no such key.
     """
+    if not key:
+        raise ConfigError("flag: an empty key was given a value; write it like cache.page_size")
     path: tuple[str, ...] = ()
     hint: Any = Config
     rest = key

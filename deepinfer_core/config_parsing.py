@@ -91,11 +91,16 @@ def _is_literal(hint: Any) -> bool:
     return get_origin(hint) is Literal
 
 
+_OTHER_WORDS = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}
+"""What people write for our words; only for the hint of an error."""
+
+
 def _literal(value: object, hint: Any) -> Any:
     options = get_args(hint)
     if value in options:
         return value
-    raise ValueError(f"unknown value {toml_text(value)}; {nearest(str(value), options)}")
+    meant = _OTHER_WORDS.get(str(value).lower(), str(value))
+    raise ValueError(f"unknown value {toml_text(value)}; {nearest(meant, options)}")
 
 
 def converter() -> cattrs.Converter:
