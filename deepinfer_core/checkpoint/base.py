@@ -183,7 +183,8 @@ class Checkpoint(ABC):
             logical = EMBEDDING if name == HEAD and self.tied else name
             used.add(logical)
             if logical not in names:
-                missing.append(logical)
+                if logical not in missing:  # a tied head asks for the embedding a second time
+                    missing.append(logical)
             elif shape is not None and self.shape(logical) != tuple(shape):
                 raise CheckpointError(
                     f"{self.file_of(self._resolve(logical))}: {logical} has shape {list(self.shape(logical))}, "
@@ -191,7 +192,7 @@ class Checkpoint(ABC):
                 )
         if missing:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise CheckpointError(f"{self.path}: {len(missing)} tensors are missing: {shown}; download the model again")
+            raise CheckpointError(f"{self.path}: missing tensors ({len(missing)}): {shown}; download the model again")
         extras = sorted(n for n in names - used if not n.endswith(".rotary_emb.inv_freq"))
         if extras:
             shown = ", ".join(extras[:8]) + (f" and {len(extras) - 8} more" if len(extras) > 8 else "")
