@@ -120,10 +120,7 @@ class LinearSelector:
 
 def catalog_for(config: Config) -> Catalog:
     """Return what the installed plugins bring, without those that the config disables."""
-    catalog = Catalog.from_discovery(discover(disable=config.plugins.disable, strict=config.plugins.strict))
-    for fault in catalog.faults:
-        log.warning("%s", fault)
-    return catalog
+    return Catalog.from_discovery(discover(disable=config.plugins.disable, strict=config.plugins.strict))
 
 
 def assemble(config: Config, *, catalog: Catalog | None = None, progress: Progress | None = None) -> RunningModel:
@@ -202,8 +199,8 @@ def assemble(config: Config, *, catalog: Catalog | None = None, progress: Progre
 def resolve_place(config: Config, spec: ModelSpec, checkpoint: Checkpoint, catalog: Catalog) -> Place:
     """Resolve device and dtype.
 
-    On a card, "auto" is the checkpoint's own 16-bit dtype. On a CPU it is bfloat16 where every quantized layer has a
-    kernel of its own for it at one row, else float32, in which torch's CPU matmuls are fastest and exact.
+    On a card, "auto" is the checkpoint's own 16-bit dtype. On a CPU it is bfloat16 where every quantized layer gets a
+    kernel for one row that was made for it (it does not serve float32); else float32, exact and fast in torch.
 
     Raises:
         ConfigError: A card was asked for that is not there.
@@ -225,7 +222,8 @@ def resolve_place(config: Config, spec: ModelSpec, checkpoint: Checkpoint, catal
         for slot in linear_slots(spec, checkpoint.layer_format)
         if slot.format.scheme != "fp16"
     ]
-    fast = bool(in_bf16) and all(select(p).table.rows[0].why != "fallback" for p in dict.fromkeys(in_bf16))
+    kernels = [select(problem).table.kernel_for(1).kernel.spec for problem in dict.fromkeys(in_bf16)]
+    fast = bool(kernels) and all("float32" not in kernel.act_dtypes for kernel in kernels)
     return evolve(place, dtype=torch.bfloat16 if fast else torch.float32)
 
 
