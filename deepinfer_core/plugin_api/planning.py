@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from deepinfer_core.plugin_api.scheduling import EngineView, Plan, PlannedWork, RequestView
 
 PRIORITY_S = 10.0
@@ -34,6 +36,9 @@ def _as_if(request: RequestView, since: float) -> float:
     if request.deadline is not None:
         since = min(since, request.deadline - PATIENCE_S)
     return since - PRIORITY_S * max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+
+
+Order = Callable[[RequestView], tuple[float, str]]
 
 
 class PlanBuilder:
@@ -72,14 +77,15 @@ class PlanBuilder:
             if self._plannable(request) and self._make_room(request, request.new_pages(1, self._page))
         )
 
-    def prefill_chunk(self, tokens: int) -> tuple[Item, ...]:
+    def prefill_chunk(self, tokens: int, order: Order = turn) -> tuple[Item, ...]:
         """Take up to ``tokens`` prompt tokens, from the request whose turn it is, then the next, admitting as it fits.
 
         Args:
             tokens: Most tokens to take; `room` has what the limits allow.
+            order: Whose turn it is; the smallest goes first.
         """
         chunk: list[Item] = []
-        for request in self.next_prefills():
+        for request in self.next_prefills(order):
             count = min(tokens, request.remaining_prefill, self._fitting(request))
             if count <= 0 or (request.phase == "waiting" and not self._may_admit(request)):
                 break  # passing it would let others eat the pages that it waits for
@@ -87,9 +93,9 @@ class PlanBuilder:
             tokens -= count
         return tuple(chunk)
 
-    def next_prefills(self) -> list[RequestView]:
-        """Return the requests with prompt left to compute that can be planned, in order of turn."""
-        return sorted((r for r in (*self.view.prefilling, *self.view.waiting) if self._plannable(r)), key=turn)
+    def next_prefills(self, order: Order = turn) -> list[RequestView]:
+        """Return the requests with prompt left to compute that can be planned, in order."""
+        return sorted((r for r in (*self.view.prefilling, *self.view.waiting) if self._plannable(r)), key=order)
 
     def room(self, rows: tuple[Item, ...] = (), chunk: int | None = None) -> int:
         """Return the prompt tokens that fit into one work beside ``rows``.
