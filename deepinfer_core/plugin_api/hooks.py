@@ -44,9 +44,9 @@ def deepinfer_linear_backends() -> Iterable[LinearBackend]:  # type: ignore[empt
 
 @hookspec
 def deepinfer_attention_backends() -> Iterable[AttentionBackendSpec]:  # type: ignore[empty-body]
-    """Return attention backends."""
+    """Return attention backends; ``[attention] backend`` in a config selects one by name."""
 
 
 @hookspec
 def deepinfer_scheduling_policies() -> Iterable[SchedulingPolicySpec]:  # type: ignore[empty-body]
-    """Return scheduling policies."""
+    """Return scheduling policies; ``[scheduler] policy`` in a config selects one by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -220,12 +221,21 @@ def _from_entry_point(entry: metadata.EntryPoint) -> _Found:
 
 
 def _unique(found: Iterable[_Found]) -> list[_Found]:
-    """Drop entries that were seen under the same name with the same value, whoever lists them."""
-    ordered = sorted(found, key=lambda f: (f.key, f.value, f.distribution, f.version))
-    seen: dict[tuple[str, str], _Found] = {}
-    for item in ordered:
-        seen.setdefault((item.key, item.value.replace(" ", "")), item)
-    return list(seen.values())
+    """Keep one of the entries with the same name and value: that of the distribution which ships the module."""
+    alike: dict[tuple[str, str], list[_Found]] = defaultdict(list)
+    for item in sorted(found, key=lambda f: (f.key, f.value, f.distribution, f.version)):
+        alike[item.key, item.value.replace(" ", "")].append(item)
+    return [min(items, key=_distance_from_module) if len(items) > 1 else items[0] for items in alike.values()]
+
+
+def _distance_from_module(item: _Found) -> int:
+    """Return 0 when the distribution lists the module among its files, 1 when it is called like it, else 2."""
+    top = item.value.partition(":")[0].partition(".")[0].strip()
+    with contextlib.suppress(Exception):  # a broken RECORD only costs the better guess
+        files = (item.entry.dist.files if item.entry.dist is not None else None) or ()
+        if any(file.parts[0] in (top, f"{top}.py") for file in files):
+            return 0
+    return 1 if normalized(item.distribution) in (normalized(top), item.key) else 2
 
 
 def _without_disabled(found: list[_Found], disable: Sequence[str]) -> tuple[list[_Found], tuple[str, ...]]:

@@ -128,8 +128,8 @@ def auto_dtype(
 ) -> str:
     """Return the activation dtype that "auto" means.
 
-    On a card, the checkpoint's own 16-bit dtype (BF16 from 8.0 on). On a CPU, BF16 where every quantized layer has a
-    kernel of its own for it at one row, else float32, in which torch's CPU matmuls are fastest and exact.
+    On a card, the checkpoint's own 16-bit dtype (BF16 from 8.0 on). On a CPU, BF16 where every quantized layer gets a
+    kernel at one row that was made for 16 bits (it does not serve float32), else float32: exact, and in torch fastest.
 
     Args:
         catalog: What is installed.
@@ -141,5 +141,6 @@ def auto_dtype(
     if capability is not None:
         return "bfloat16" if model_dtype == "bfloat16" and capability >= (8, 0) else "float16"
     explained = explain_linear(catalog, (("", p) for p in problems_in("bfloat16")), choice_for)
-    served = [e.selection is not None and e.selection.table.rows[0].why != "fallback" for e in explained]
-    return "bfloat16" if served and all(served) else "float32"
+    at_one_row = [e.selection.table.kernel_for(1).kernel.spec if e.selection is not None else None for e in explained]
+    made_for_it = [spec is not None and "float32" not in spec.act_dtypes for spec in at_one_row]
+    return "bfloat16" if made_for_it and all(made_for_it) else "float32"

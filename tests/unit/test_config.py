@@ -272,7 +272,7 @@ def test_a_pin_from_a_flag_joins_those_of_the_file(tmp_path: Path) -> None:
         ("cache.page_size", "many", 'flag: cache.page_size: expected a whole number of at least 1, got "many"'),
         ("linear.w4a16.backand", "x", "unknown key 'backand' in [linear.w4a16]; did you mean 'backend'"),
         ("linear.w4a16", "x", 'flag: linear.w4a16: expected a table, got "x"'),
-        ("", "x", "expected"),
+        ("", "x", "an empty key"),
     ],
 )
 def test_a_wrong_flag_is_an_error_that_names_it(key: str, value: str, expected: str) -> None:

@@ -142,3 +142,18 @@ def test_hooks_may_return_generators_and_be_left_out(fakes: Any) -> None:
     (plugin,) = discover(entry_points=fakes.entry_points()).plugins
     assert [b.name for b in plugin.backends] == ["a", "b"]
     assert (plugin.attention, plugin.policies) == ((), ())
+
+
+def test_what_every_hook_returns_is_collected(fakes: Any) -> None:
+    body = (
+        "@hookimpl\ndef deepinfer_linear_backends():\n    return [LinearBackend(name='lin')]\n"
+        "@hookimpl\ndef deepinfer_attention_backends():\n"
+        "    return [AttentionBackendSpec(name='att', devices=('cpu',), factory='a:b')]\n"
+        "@hookimpl\ndef deepinfer_scheduling_policies():\n"
+        "    return [SchedulingPolicySpec(name='pol', description='d', lanes=(LaneSpec(name='l'),), factory='a:b')]\n"
+    )
+    fakes.add("p", {"p": "p"}, {"p": fakes.source("p", body)})
+    (plugin,) = discover(entry_points=fakes.entry_points(), strict=True).plugins
+    names = [spec.name for specs in (plugin.backends, plugin.attention, plugin.policies) for spec in specs]
+    assert names == ["lin", "att", "pol"]
+    assert (plugin.distribution, plugin.version, plugin.entry_point) == ("p", "1.0", "p = p")

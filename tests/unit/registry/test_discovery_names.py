@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,18 @@ from deepinfer_core.registry.discovery import discover
 
 def test_the_same_entry_in_two_distributions_loads_once(fakes: Any) -> None:
     fakes.good("acme")
-    fakes.add("acme-again", {"acme": "acme"})
+    fakes.add("aaa-again", {"acme": "acme"})
     found = discover(entry_points=fakes.entry_points())
-    assert [p.name for p in found.plugins] == ["acme"]
+    assert [(p.name, p.distribution) for p in found.plugins] == [("acme", "acme")]
     assert not found.faults
+
+
+def test_the_distribution_that_ships_the_module_owns_an_entry_that_two_list(fakes: Any) -> None:
+    fakes.add("zzz", {"acme": "acme_impl"}, {"acme_impl": fakes.source("acme")})
+    (fakes.folder / "zzz-1.0.dist-info" / "RECORD").write_text("acme_impl.py,,\n", encoding="utf-8")
+    fakes.add("acme", {"acme": "acme_impl"})
+    (plugin,) = discover(entry_points=fakes.entry_points()).plugins
+    assert plugin.distribution == "zzz"
 
 
 @pytest.mark.parametrize("spelling", ["foo_bar", "foo-bar", "Foo.Bar", "FOO--BAR"])
@@ -33,8 +42,6 @@ def test_a_stale_egg_info_beside_an_editable_install_does_no_harm(fakes: Any, tm
     fakes.good("acme")
     source_tree = tmp_path / "checkout"
     fakes.add("acme", {"acme": "acme"}, folder=source_tree, form="egg-info", version="0.9")
-    import sys
-
     sys.path.insert(0, str(source_tree))
     try:
         found = discover()
@@ -45,8 +52,6 @@ def test_a_stale_egg_info_beside_an_editable_install_does_no_harm(fakes: Any, tm
 
 
 def test_a_distribution_further_down_the_path_is_shadowed_like_its_modules(fakes: Any, tmp_path: Path) -> None:
-    import sys
-
     fakes.good("acme")
     old = tmp_path / "old"
     fakes.add("acme", {"acme": "acme_before_rename"}, folder=old, version="0.1")
