@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
@@ -14,6 +16,7 @@ from deepinfer_core.checkpoint.reader import open_checkpoint
 from deepinfer_core.config import Config
 from deepinfer_core.engine.loop import DecodeLoop, LoopLimits
 from deepinfer_core.errors import CapacityError, ConfigError
+from deepinfer_core.kernels.cubin_cache import cache_directory
 from deepinfer_core.kvcache.manager import KVCache, page_bytes
 from deepinfer_core.model.decoder import Decoder
 from deepinfer_core.model.hf_config import model_spec_from_hf
@@ -22,9 +25,11 @@ from deepinfer_core.model.spec import ModelSpec
 from deepinfer_core.plugin_api import AttentionBackend, AttentionProblem, Capability, LinearProblem
 from deepinfer_core.plugin_api import Device as DeviceName
 from deepinfer_core.registry.catalog import Catalog, make
+from deepinfer_core.registry.config_names import check_names
 from deepinfer_core.registry.discovery import discover
-from deepinfer_core.registry.policy import resolve_policy
+from deepinfer_core.registry.explain import auto_dtype
 from deepinfer_core.registry.select import AttentionSelection, LinearChoice, Selection, select_attention, select_linear
+from deepinfer_core.registry.tuning import Timings, timings_path
 from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("deepinfer")
@@ -93,9 +98,10 @@ class RunningModel:
 class LinearSelector:
     """Selects kernels as the config asks, once per distinct problem; remembers what it chose."""
 
-    def __init__(self, catalog: Catalog, config: Config) -> None:
+    def __init__(self, catalog: Catalog, config: Config, timings: Timings) -> None:
         self._catalog = catalog
         self._config = config
+        self._timings = timings
         self.chosen: dict[LinearProblem, Selection] = {}
 
     def __call__(self, problem: LinearProblem) -> Selection:
@@ -105,8 +111,8 @@ class LinearSelector:
             SelectionError: The config's names cannot serve it, or nothing can.
         """
         if problem not in self.chosen:
-            choice = LinearChoice.from_settings(self._config.linear_for(problem.scheme))
-            self.chosen[problem] = select_linear(self._catalog, problem, choice)
+            choice = _choice(self._config, problem.scheme)
+            self.chosen[problem] = select_linear(self._catalog, problem, choice, self._timings)
         return self.chosen[problem]
 
     def report(self) -> None:
@@ -123,13 +129,20 @@ def catalog_for(config: Config) -> Catalog:
     return Catalog.from_discovery(discover(disable=config.plugins.disable, strict=config.plugins.strict))
 
 
-def assemble(config: Config, *, catalog: Catalog | None = None, progress: Progress | None = None) -> RunningModel:
+def assemble(
+    config: Config,
+    *,
+    catalog: Catalog | None = None,
+    progress: Progress | None = None,
+    describe: Callable[[str], str] = lambda key: f"config: {key}",
+) -> RunningModel:
     """Load the model that a config names, ready to run.
 
     Args:
         config: Resolved config; ``config.model`` is the path.
         catalog: What is installed; found anew when None.
         progress: Called with (parts loaded, parts in all).
+        describe: Dotted config key -> how a message names it; ``ResolvedConfig.describe`` adds file and value.
 
     Raises:
         DeepinferError: A name, a file, a shape or a size that cannot be; nothing is allocated before the files,
@@ -138,12 +151,22 @@ def assemble(config: Config, *, catalog: Catalog | None = None, progress: Progre
     if not config.model:
         raise ConfigError('no model was named: give a path, or model = "PATH" in the config')
     catalog = catalog_for(config) if catalog is None else catalog
-    _refuse_policy(catalog, config.scheduler.policy)
+    check_names(
+        catalog,
+        linear=config.linear,
+        attention=config.attention.backend,
+        policy=config.scheduler.policy,
+        describe=describe,
+    )
+    if config.scheduler.policy != "auto":
+        raise ConfigError(
+            f"{describe('scheduler.policy')}: this release's decode loop runs no policy; leave it at auto"
+        )
     checkpoint = open_checkpoint(Path(config.model))
     spec = model_spec_from_hf(checkpoint.hf_config)
     _verify(checkpoint, spec, catalog)
-    select = LinearSelector(catalog, config)
     place = resolve_place(config, spec, checkpoint, catalog)
+    select = LinearSelector(catalog, config, _measured_table(place))
     attention = select_attention(catalog, _attention_problem(config, spec, place), config.attention.backend)
     backend: AttentionBackend = make(attention.spec.spec.factory, attention.spec, attention.problem)
     if place.device.type == "cpu" or config.cache.memory is not None:
@@ -197,10 +220,7 @@ def assemble(config: Config, *, catalog: Catalog | None = None, progress: Progre
 
 
 def resolve_place(config: Config, spec: ModelSpec, checkpoint: Checkpoint, catalog: Catalog) -> Place:
-    """Resolve device and dtype.
-
-    On a card, "auto" is the checkpoint's own 16-bit dtype. On a CPU it is bfloat16 where every quantized layer gets a
-    kernel for one row that was made for it (it does not serve float32); else float32, exact and fast in torch.
+    """Resolve device and dtype; what "auto" means for the dtype is the registry's `auto_dtype`.
 
     Raises:
         ConfigError: A card was asked for that is not there.
@@ -209,31 +229,34 @@ def resolve_place(config: Config, spec: ModelSpec, checkpoint: Checkpoint, catal
     device = torch.device(config.device if config.device != "auto" else "cuda" if available else "cpu")
     if device.type == "cuda" and not available:
         raise ConfigError("device = 'cuda', but torch finds no card; use device = 'cpu' or run `deepinfer doctor`")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    place = Place(device=device, capability=capability, dtype=torch.float32)
-    if config.dtype != "auto":
-        return evolve(place, dtype=getattr(torch, config.dtype))
-    if capability is not None:
-        bf16 = spec.dtype == "bfloat16" and capability >= (8, 0)
-        return evolve(place, dtype=torch.bfloat16 if bf16 else torch.float16)
-    select = LinearSelector(catalog, config)
-    in_bf16 = [
-        slot.problem(m_max=config.scheduler.max_batched_tokens, device="cpu", act_dtype="bfloat16")
-        for slot in linear_slots(spec, checkpoint.layer_format)
-        if slot.format.scheme != "fp16"
-    ]
-    kernels = [select(problem).table.kernel_for(1).kernel.spec for problem in dict.fromkeys(in_bf16)]
-    fast = bool(kernels) and all("float32" not in kernel.act_dtypes for kernel in kernels)
-    return evolve(place, dtype=torch.bfloat16 if fast else torch.float32)
+    place = Place(
+        device=device,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=torch.float32,
+    )
+    slots = [s for s in linear_slots(spec, checkpoint.layer_format) if s.format.scheme != "fp16"]
+
+    def quantized_in(name: str) -> list[LinearProblem]:
+        m_max = config.scheduler.max_batched_tokens
+        at: dict[str, Any] = {"device": place.device_name, "capability": place.capability, "act_dtype": name}
+        return [slot.problem(m_max=m_max, **at) for slot in slots]
+
+    name: str = config.dtype
+    if name == "auto":
+        choice = partial(_choice, config)
+        name = auto_dtype(catalog, quantized_in, choice, capability=place.capability, model_dtype=spec.dtype)
+    return evolve(place, dtype=getattr(torch, name))
 
 
-def _refuse_policy(catalog: Catalog, name: str) -> None:
-    policy = resolve_policy(catalog, name)
-    if policy is not None:
-        raise ConfigError(
-            f"[scheduler] policy = {name!r}: {policy.origin} brings it, but this release's decode loop runs no policy; "
-            "leave it at 'auto'"
-        )
+def _choice(config: Config, scheme: str) -> LinearChoice:
+    return LinearChoice.from_settings(config.linear_for(scheme))
+
+
+def _measured_table(place: Place) -> Timings:
+    """Return what `deepinfer tune` measured on this card; an empty table on a CPU and on an untuned card."""
+    if place.device.type != "cuda":
+        return Timings()
+    return Timings.read(timings_path(torch.cuda.get_device_name(place.device), cache_directory()))
 
 
 def _verify(checkpoint: Checkpoint, spec: ModelSpec, catalog: Catalog) -> None:

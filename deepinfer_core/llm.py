@@ -93,9 +93,8 @@ class LLM:
         **overrides: Any,
     ) -> None:
         resolved = _resolve(config, {SHORT_NAMES.get(key, key): value for key, value in overrides.items()})
-        if model is not None:
-            resolved = evolve(resolved, model=str(model))
-        self.running: RunningModel = assemble(resolved, catalog=catalog, progress=progress)
+        chosen = resolved.config if model is None else evolve(resolved.config, model=str(model))
+        self.running: RunningModel = assemble(chosen, catalog=catalog, progress=progress, describe=resolved.describe)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -211,13 +210,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [p for p in prompts if not isinstance(p, int)]
 
 
-def _resolve(config: str | Path | Config | ResolvedConfig | None, overrides: dict[str, Any]) -> Config:
-    if isinstance(config, ResolvedConfig):
-        config = config.config
-    if isinstance(config, Config):
-        if overrides:
-            raise ConfigError(
-                f"{', '.join(sorted(overrides))}: they go over a file; change a Config object with attrs.evolve"
-            )
-        return config
-    return load_config(config, overrides).config
+def _resolve(config: str | Path | Config | ResolvedConfig | None, overrides: dict[str, Any]) -> ResolvedConfig:
+    if not isinstance(config, Config | ResolvedConfig):
+        return load_config(config, overrides)
+    if overrides:
+        raise ConfigError(
+            f"{', '.join(sorted(overrides))}: they go over a file; change a Config object with attrs.evolve"
+        )
+    return config if isinstance(config, ResolvedConfig) else ResolvedConfig(config=config, origins={})
