@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from deepinfer_core.checkpoint.reader import open_checkpoint
 from deepinfer_core.kvcache.manager import KVCache
 from deepinfer_core.model.decoder import Decoder
 from deepinfer_core.model.hf_config import model_spec_from_hf
@@ -72,7 +71,7 @@ class Runner:
             self.open[name] = seq
             self.cache.extend(seq, len(tokens))
             spans.append((seq, len(tokens)))
-        tokens = torch.tensor([token for _, its in items for token in its])
+        tokens = torch.tensor([token for _, its in items for token in its], device=self.decoder.device)
         logits = self.decoder.forward(tokens, self.cache.batch(spans), self.cache.tensors, None)
         for seq, count in spans:
             self.cache.commit(seq, count)
@@ -101,10 +100,13 @@ def load(catalog: Catalog) -> Callable[..., Runner]:
         dtype: torch.dtype = torch.float32,
         kv_dtype: str | None = None,
         max_len: int | None = None,
+        device: str = "cpu",
         progress: Callable[[int, int], None] | None = None,
     ) -> Runner:
         source: Any
         if isinstance(model, Path):
+            from deepinfer_core.checkpoint.reader import open_checkpoint  # needs gguf, which GPU machines may lack
+
             source = open_checkpoint(model)
             spec = model_spec_from_hf(source.hf_config)
             source.verify(required_tensors(spec))
@@ -117,7 +119,8 @@ def load(catalog: Catalog) -> Callable[..., Runner]:
             page_size=PAGE,
             act_dtype=act,
             kv_dtype=kv_dtype or act,
-            device="cpu",
+            device=device,
+            capability=torch.cuda.get_device_capability() if device == "cuda" else None,
             max_batched_tokens=64,
             max_requests=8,
             max_model_len=max_len or spec.max_length,
@@ -129,13 +132,14 @@ def load(catalog: Catalog) -> Callable[..., Runner]:
             source,
             select=lambda wanted: select_linear(catalog, wanted),
             attention=backend,
-            device="cpu",
+            device=device,
             dtype=dtype,
             m_max=64,
             max_len=max_len,
             progress=progress,
         )
-        return Runner(decoder, KVCache(backend, layers=spec.layers, page_size=PAGE, pages=96, prefix_cache=False))
+        cache = KVCache(backend, layers=spec.layers, page_size=PAGE, pages=96, device=device, prefix_cache=False)
+        return Runner(decoder, cache)
 
     return load
 
