@@ -15,7 +15,7 @@ from deepinfer_core.checkpoint.atomic_directory import atomic_directory, check_d
 from deepinfer_core.checkpoint.writer import PlannedTensor, TensorWriter
 from deepinfer_core.errors import CapacityError, CheckpointError, ConfigError, nearest
 from deepinfer_core.model.hf_config import model_spec_from_hf
-from deepinfer_core.model.shapes import HEAD, dense_tensors, linear_modules
+from deepinfer_core.model.shapes import HEAD, dense_tensors, linear_modules, required_tensors
 from deepinfer_core.model.spec import ModelSpec
 from deepinfer_core.plugin_api import QuantMethod, WeightScheme
 from deepinfer_core.quantize.layer_plan import LayerPlan, Overrides, plan_layers
@@ -84,14 +84,13 @@ def quantize(
         _check_apart(source, destination)
         found = find_recipe(recipe, catalog)
         spec = model_spec_from_hf(source.hf_config)
-        modules = linear_modules(spec)
-        dense_shapes = dense_tensors(spec)
         source.verify(
-            {**{f"{m.name}.weight": (m.n, m.k) for m in modules}, **dense_shapes},
+            required_tensors(spec),
             schemes={name: registered.spec for name, registered in catalog.schemes.items()},
         )
-        layers = plan_layers(modules, source, found, catalog, Overrides(group_size=group_size, zeros=zeros))
-        dense = [PlannedTensor(n, source.written_dtype(n), source.shape(n)) for n in dense_shapes]
+        overrides = Overrides(group_size=group_size, zeros=zeros)
+        layers = plan_layers(linear_modules(spec), source, found, catalog, overrides)
+        dense = [PlannedTensor(n, source.written_dtype(n), source.shape(n)) for n in dense_tensors(spec)]
         schemes = _schemes(layers, catalog)
         with atomic_directory(destination, overwrite=overwrite) as partial:
             writer = TensorWriter(partial, _in_file_order(dense, layers, spec))

@@ -126,5 +126,5 @@ def write_report(report: QuantizationReport, directory: Path) -> None:
 def _format_text(layer: LayerReport) -> str:
     if layer.scheme == "fp16":
         return "dense"
-    group = "row" if layer.group_size == -1 else str(layer.group_size)
-    return f"{layer.scheme} g{group}{' zeros' if layer.zeros else ''}{' (carried over)' if layer.carried else ''}"
+    group = "row" if layer.group_size == -1 else f"g{layer.group_size}"
+    return f"{layer.scheme} {group}{' zeros' if layer.zeros else ''}{' (carried over)' if layer.carried else ''}"

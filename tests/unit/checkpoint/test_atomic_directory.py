@@ -29,9 +29,15 @@ def test_the_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError, CheckpointError])
 def test_nothing_is_left_when_the_block_fails(tmp_path: Path, error: type[BaseException]) -> None:
     target = tmp_path / "model"
-    with pytest.raises(error), atomic_directory(target) as partial:
-        (partial / "a").write_text("x")
-        raise error
+
+
+    def write() -> None:
+        with atomic_directory(target) as partial:
+            (partial / "a").write_text("x")
+            raise error
+
+    with pytest.raises(error):
+        write()
     assert names(tmp_path) == []
 
 
