@@ -8,6 +8,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,6 +69,7 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 def examine(
     driver: Callable[[], Driver] = ask_driver,
     load: Callable[[str], Any] = importlib.import_module,
+    version_of: Callable[[str], str] = metadata.version,
     plugins: Callable[[], Discovery] = lambda: discover(quiet=True),
 ) -> Iterator[Finding]:
     """Yield findings, what everything rests on first.
@@ -75,6 +77,7 @@ def examine(
     Args:
         driver: Asks for cards.
         load: Imports a module by name; what it raises is reported.
+        version_of: Returns the version of an installed distribution.
         plugins: Finds plugins.
     """
     yield _python()
@@ -86,8 +89,8 @@ def examine(
         yield _cupy(load, cards)
         yield _nvrtc()
         yield _headers()
-    for module, why in (("transformers", "tokenizers"), ("safetensors", "checkpoints"), ("gguf", "GGUF files")):
-        yield _library(load, module, why)
+    for name, why in (("transformers", "tokenizers"), ("safetensors", "checkpoints"), ("gguf", "GGUF files")):
+        yield _library(version_of, name, why)
     yield from _plugins(plugins())
     yield _cache()
 
@@ -160,14 +163,14 @@ def _headers() -> Finding:
     return Finding(what="CUDA headers", status="ok", found=", ".join(map(str, paths)))
 
 
-def _library(load: Callable[[str], Any], module: str, why: str) -> Finding:
+def _library(version_of: Callable[[str], str], distribution: str, why: str) -> Finding:
+    """Look at the installed version alone: importing transformers takes seconds, and nothing here needs it."""
     try:
-        version = getattr(load(module), "__version__", "installed")
-    except (Exception, SystemExit) as error:
-        return Finding(
-            what=module, status="missing", found=f"{_cause(error)}; it reads {why}", next=f"pip install {module}"
-        )
-    return Finding(what=module, status="ok", found=str(version))
+        version = version_of(distribution)
+    except metadata.PackageNotFoundError:
+        found = f"not installed; it reads {why}"
+        return Finding(what=distribution, status="missing", found=found, next=f"pip install {distribution}")
+    return Finding(what=distribution, status="ok", found=version)
 
 
 def _plugins(found: Discovery) -> Iterator[Finding]:
