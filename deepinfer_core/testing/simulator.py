@@ -16,7 +16,6 @@ from deepinfer_core.engine.cost import OnlineCost, StepCost
 from deepinfer_core.engine.validate import decode_first, validate
 from deepinfer_core.errors import PluginError
 from deepinfer_core.plugin_api import (
-    CostModel,
     EngineView,
     LaneSpec,
     LaneView,
@@ -145,7 +144,7 @@ class Simulator:
         limits: What the engine would accept.
         total_pages: Pages of the pool.
         cost: What steps really take.
-        known: The cost model that the policy sees; None for one fitted online to the simulated steps, from ``cost``.
+        prior: What the policy's cost model, fitted online to the simulated steps, begins with; ``cost`` by default.
         sharing: How lanes share the device.
         replace_faults: Run the built-in plan where the policy's breaks a rule, as the engine does, instead of raising.
         patience: Works that may pass a request which could be served, before it counts as starved.
@@ -159,15 +158,14 @@ class Simulator:
         total_pages: int,
         lanes: Sequence[LaneSpec] = (LaneSpec(name="main"),),
         cost: StepCost | None = None,
-        known: CostModel | None = None,
+        prior: StepCost | None = None,
         sharing: Sharing | None = None,
         replace_faults: bool = False,
         patience: int = 200,
     ) -> None:
         self._policy, self._limits, self._total = policy, limits, total_pages
         self._cost = cost or StepCost.small_card()
-        self._fit = OnlineCost(self._cost)
-        self._known: CostModel = known or self._fit
+        self._fit = OnlineCost(prior or self._cost)
         self._sharing = sharing or Sharing()
         self._replace_faults, self._patience = replace_faults, patience
         used = lanes if limits.overlap else lanes[:1]
@@ -220,7 +218,7 @@ class Simulator:
             free_pages=free,
             total_pages=self._total,
             limits=self._limits,
-            cost=self._known,
+            cost=self._fit,
         )
 
     def _plan(self) -> float | None:
