@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from attrs import define, field, frozen
@@ -30,38 +30,36 @@ class Model(Protocol):
         ...
 
 
-@frozen
-class Item:
+class Item(NamedTuple):
     """One request's part of a work.
 
     Attributes:
         request: Whose tokens.
-        start: Position of the first.
-        count: How many.
+        sequence: Its pages.
+        start: Position of the first token.
+        tokens: How many.
         logits: The logits that are needed: of the last ``logits`` tokens.
+        decodes: The request decodes; False while it prefills.
+        last: A token is sampled from it: with it the request has computed all that it has.
     """
 
     request: Request
+    sequence: KVSequence
     start: int
-    count: int
+    tokens: int
     logits: int
+    decodes: bool
+    last: bool
 
     @classmethod
     def of(cls, request: Request, count: int) -> Item:
         """Take the next ``count`` tokens of an admitted request."""
-        ends_prompt = request.computed + count == request.target or request.phase == "decode"
-        return cls(request, request.computed, count, count if request.scores_prompt else int(ends_prompt))
-
-    @property
-    def sequence(self) -> KVSequence:
-        """The request's pages."""
-        assert self.request.seq is not None
-        return self.request.seq
-
-    @property
-    def last(self) -> bool:
-        """True when a token is sampled from it: all that the request has is then computed."""
-        return self.start + self.count == len(self.request.tokens)
+        sequence = request.seq
+        assert sequence is not None
+        start = sequence.length
+        last = start + count == len(request.tokens)
+        logits = count if request.scores_prompt else int(last)
+        return cls(request, sequence, start, count, logits, request.phase == "decode", last)
 
 
 @frozen
@@ -82,6 +80,9 @@ class Work:
         items: Its requests.
         inputs: One forward, or one for each tile of rows under ``batch_invariant``.
         kind: Whether it prefills, decodes or does both.
+        tokens: Tokens that it computes.
+        decode_rows: Requests that decode in it.
+        context: Tokens that its attention reads.
         logits: Set by its launch: the items' logits in order.
         seconds: Set by its lane: its own time.
         events: What its lane recorded around it.
@@ -91,34 +92,21 @@ class Work:
     items: tuple[Item, ...]
     inputs: tuple[ForwardInputs, ...]
     kind: Kind
+    tokens: int
+    decode_rows: int
+    context: int
     logits: torch.Tensor | None = None
     seconds: float = 0.0
     started: float = 0.0
     events: Any = field(default=None)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that it computes."""
-        return sum(item.count for item in self.items)
-
-    @property
-    def decode_rows(self) -> int:
-        """Requests that decode in it."""
-        return sum(item.request.phase == "decode" for item in self.items)
-
-    @property
-    def context(self) -> int:
-        """Tokens that its attention reads."""
-        return sum(item.start + item.count for item in self.items)
-
     def feedback(self, preempted: tuple[str, ...]) -> StepFeedback:
-        """Return what cost model and policy learn from it; ask before its requests change phase."""
-        decode = self.decode_rows
+        """Return what cost model and policy learn from it."""
         return StepFeedback(
             lane=self.lane,
             ms=1e3 * self.seconds,
-            prefill_tokens=self.tokens - decode,
-            decode_rows=decode,
+            prefill_tokens=self.tokens - self.decode_rows,
+            decode_rows=self.decode_rows,
             context=self.context,
             preempted=preempted,
         )
@@ -139,30 +127,39 @@ def build_work(lane: str, items: Sequence[Item], kv: KVCache, row_tile: int | No
         row_tile: None for one forward over everything. A number for forwards of exactly so many rows of one request,
             the last one of a request excepted: with 1, what a token's logits are never depends on other tokens' rows.
     """
-    kinds = {"decode" if item.request.phase == "decode" else "prefill" for item in items}
-    kind: Kind = "mixed" if len(kinds) == 2 else ("decode" if "decode" in kinds else "prefill")
-    inputs: tuple[ForwardInputs, ...]
-    if row_tile is None:
-        inputs = (_inputs([(item, 0, item.count) for item in items], kv),)
-    else:
-        inputs = tuple(
-            _inputs([(item, first, min(row_tile, item.count - first))], kv)
-            for item in items
-            for first in range(0, item.count, row_tile)
-        )
-    return Work(lane, tuple(items), inputs, kind)
+    tokens, decode_rows, context = 0, 0, 0
+    for item in items:
+        tokens += item.tokens
+        decode_rows += item.decodes
+        context += item.start + item.tokens
+    kind: Kind = "prefill" if not decode_rows else "decode" if decode_rows == len(items) else "mixed"
+    parts = [items] if row_tile is None else [(tile,) for item in items for tile in _tiles(item, row_tile)]
+    inputs = tuple([_inputs(part, kv) for part in parts])
+    return Work(lane, tuple(items), inputs, kind, tokens, decode_rows, context)
 
 
-def _inputs(spans: Sequence[tuple[Item, int, int]], kv: KVCache) -> ForwardInputs:
+def _tiles(item: Item, rows: int) -> Iterator[Item]:
+    """Cut an item into forwards of ``rows`` tokens; each gives the logits that are needed of its own tokens."""
+    unread = item.tokens - item.logits
+    for first in range(0, item.tokens, rows):
+        count = min(rows, item.tokens - first)
+        yield item._replace(start=item.start + first, tokens=count, logits=count - min(count, max(0, unread - first)))
+
+
+def _inputs(items: Sequence[Item], kv: KVCache) -> ForwardInputs:
     tokens: list[int] = []
     rows: list[int] = []
-    for item, first, count in spans:
-        start = item.start + first
-        unread = item.count - item.logits  # tokens of the item whose logits nobody needs
-        rows.extend(range(len(tokens) + max(0, unread - first), len(tokens) + count))
-        tokens.extend(item.request.tokens[start : start + count])
+    for request, _, start, count, logits, _, _ in items:
+        if count == 1:
+            tokens.append(request.tokens[start])
+        else:
+            tokens += request.tokens[start : start + count]
+        if logits == 1:
+            rows.append(len(tokens) - 1)
+        else:
+            rows += range(len(tokens) - logits, len(tokens))
     return ForwardInputs(
-        tokens=torch.tensor(tokens, dtype=torch.int64).to(kv.device),
-        batch=kv.batch_at([(item.sequence, item.start + first, count) for item, first, count in spans]),
-        logit_rows=torch.tensor(rows, dtype=torch.int64).to(kv.device),
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=kv.device),
+        batch=kv.batch_at([(item.sequence, item.start, item.tokens) for item in items]),
+        logit_rows=torch.tensor(rows, dtype=torch.int64, device=kv.device),
     )

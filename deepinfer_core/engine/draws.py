@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from attrs import frozen
 
 from deepinfer_core.engine.batch import Item, Work
 from deepinfer_core.engine.outputs import TokenScore
@@ -15,17 +15,11 @@ from deepinfer_core.engine.sampler import Sampled, Sampler
 OnOutOfMemory = Callable[[Request, BaseException], None]
 
 
-@frozen
-class Pick:
+class Pick(NamedTuple):
     """A request that gets a token, and the row of logits it is drawn from."""
 
     request: Request
     row: int
-
-    @property
-    def draws(self) -> int:
-        """Draws from the row: one for the request and one for each choice that starts behind its prompt."""
-        return 1 + len(self.request.siblings)
 
 
 def picks(work: Work, going_on: Sequence[Item]) -> list[Pick]:
@@ -33,7 +27,7 @@ def picks(work: Work, going_on: Sequence[Item]) -> list[Pick]:
     return [
         Pick(item.request, end - 1)
         for item, end in _ends(work, going_on)
-        if item.last and item.request.computed == len(item.request.tokens)  # else it has just been put off
+        if item.last and item.sequence.length == len(item.request.tokens)  # else it has just been put off
     ]
 
 
@@ -58,15 +52,19 @@ def draw(
         return
     start = 0
     for pick in wanted:
-        yield pick.request, drawn[start : (start := start + pick.draws)]
+        end = start + 1 + len(pick.request.siblings)
+        yield pick.request, drawn[start:end]
+        start = end
 
 
 def _draw(sampler: Sampler, logits: torch.Tensor, wanted: Sequence[Pick]) -> list[Sampled]:
     states, rows = [], []
-    for pick in wanted:
-        for request in (pick.request, *pick.request.siblings):
-            states.append(request.sampler)
-            rows.append(pick.row)
+    for request, row in wanted:
+        states.append(request.sampler)
+        rows.append(row)
+        for sibling in request.siblings:
+            states.append(sibling.sampler)
+            rows.append(row)
     if rows != list(range(logits.shape[0])):
         logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
     return sampler.sample(logits, states)
@@ -74,6 +72,8 @@ def _draw(sampler: Sampler, logits: torch.Tensor, wanted: Sequence[Pick]) -> lis
 
 def score_prompts(sampler: Sampler, work: Work, going_on: Sequence[Item], on_out_of_memory: OnOutOfMemory) -> None:
     """Give the prompts that asked for it the log probabilities of the tokens that this work has the logits for."""
+    if not any(item.request.scores_prompt for item in going_on):
+        return
     for item, end in _ends(work, going_on):
         if item.request.scores_prompt:
             try:
@@ -89,22 +89,21 @@ def _score_prompt(sampler: Sampler, work: Work, item: Item, row: int) -> None:
         scores.append(None)
     # The logits at position p speak of token p + 1; after a preemption some are known already.
     first = max(item.start, len(scores) - 1)
-    last = min(item.start + item.count, request.prompt_len - 1)
-    if first >= last:
-        return
+    last = min(item.start + item.tokens, request.prompt_len - 1)
     logits = work.logits[row + first - item.start : row + last - item.start]
     following = request.tokens[first + 1 : last + 1]
     for sampled in sampler.prompt_logprobs(logits, following, request.params.prompt_logprobs or 0):
         assert sampled.token is not None
         assert sampled.logprob is not None
         scores.append(TokenScore(token=sampled.token, logprob=sampled.logprob, top=sampled.top))
+    request.scores_prompt = len(scores) < request.prompt_len
 
 
 def _ends(work: Work, going_on: Sequence[Item]) -> Iterator[tuple[Item, int]]:
     """Yield the items that go on, with the row behind their last one."""
-    kept = {id(item) for item in going_on}
+    kept = {id(item) for item in going_on} if len(going_on) < len(work.items) else None
     end = 0
     for item in work.items:
         end += item.logits
-        if id(item) in kept:
+        if kept is None or id(item) in kept:
             yield item, end

@@ -195,7 +195,7 @@ class Engine:
 
     def _smaller(self, lane: str, items: Sequence[Item], error: torch.OutOfMemoryError) -> Iterator[Work]:
         """Split a work that found no memory, down to the one request that cannot have what it needs."""
-        self._headroom.shrink(sum(item.count for item in items))
+        self._headroom.shrink(sum(item.tokens for item in items))
         self._planner.out_of_memory(lane, items)
         parts = halves(items)
         if not parts:

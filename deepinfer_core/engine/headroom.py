@@ -9,6 +9,9 @@ from deepinfer_core.engine.batch import Item
 RECOVERY_WORKS = 16
 """Works that must go well before the limit doubles again."""
 
+FLOOR = 16
+"""Tokens below which a work is not shrunk: what so few need hardly depends on how many they are."""
+
 
 class Headroom:
     """The token limit of a work, as experience has it."""
@@ -19,7 +22,7 @@ class Headroom:
 
     def shrink(self, tried: int) -> None:
         """Learn that a work of so many tokens found no memory."""
-        self.tokens = max(1, min(self.tokens, tried // 2))
+        self.tokens = min(self.tokens, max(FLOOR, tried // 2))
         self._good = 0
 
     def worked(self) -> None:
@@ -39,4 +42,4 @@ def halves(items: Sequence[Item]) -> list[list[Item]]:
         middle = len(items) // 2
         return [list(items[:middle]), list(items[middle:])]
     only = items[0]
-    return [[Item.of(only.request, only.count // 2)]] if only.count > 1 else []
+    return [[Item.of(only.request, only.tokens // 2)]] if only.tokens > 1 else []

@@ -88,11 +88,12 @@ class Lifecycle:
         Fewer tokens are taken where the prefix cache has the rest.
         """
         try:
-            if request.seq is None:
-                self._admit(request)
-            assert request.seq is not None
-            count = min(count, max(1, request.target - request.computed))
-            self._kv.extend(request.seq, count)
+            seq = request.seq
+            if seq is None:
+                seq = request.seq = self._kv.open(request.tokens, salt=request.salt, reuse=not request.scores_prompt)
+            if count > 1:
+                count = min(count, request.target - seq.length)
+            self._kv.extend(seq, count)
         except OutOfPagesError:
             if request.phase == "waiting":
                 self._return_pages(request)
@@ -101,9 +102,9 @@ class Lifecycle:
             self.out_of_memory(request, error)
             return None
         item = Item.of(request, count)
+        request.in_flight, request.healthy, request.last_planned_at = True, False, self._clock()
         if request.phase == "waiting":
             self._admitted(request)
-        request.in_flight, request.healthy, request.last_planned_at = True, False, self._clock()
         return item
 
     def preempt(self, request: Request) -> None:
@@ -147,11 +148,11 @@ class Lifecycle:
                 self.finish(request, "abort")
                 continue
             try:
-                self._kv.commit(item.sequence, item.count)
+                self._kv.commit(item.sequence, item.tokens)
             except torch.OutOfMemoryError as error:
                 self.out_of_memory(request, error)
                 continue
-            if request.phase == "prefill":
+            if not item.decodes:
                 self._metrics.prefill_steps_total += 1
             if not item.last:
                 request.out_of_memory = 0
@@ -251,10 +252,6 @@ class Lifecycle:
         """Abort all requests."""
         for handle_id in list(self._families):
             self.abort(handle_id)
-
-    def _admit(self, request: Request) -> None:
-        tokens = request.tokens
-        request.seq = self._kv.open(tokens, salt=request.salt, reuse=not request.scores_prompt)
 
     def _admitted(self, request: Request) -> None:
         self.queues.put(request, "prefill")

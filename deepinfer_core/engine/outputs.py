@@ -130,7 +130,7 @@ class RequestHandle:
         self._choices: list[ChoiceResult | None] = [None] * choices
         self._open = choices
         self._outputs: queue.SimpleQueue[TokenOutput | None] = queue.SimpleQueue()
-        self._emit = sink or self._outputs.put
+        self.emit = sink or self._outputs.put  # streams one output; for the scheduler thread
         self._abort = abort
         self._done = threading.Event()
 
@@ -168,10 +168,6 @@ class RequestHandle:
         )
 
     # What follows is for the scheduler thread.
-
-    def emit(self, output: TokenOutput) -> None:
-        """Stream one output."""
-        self._emit(output)
 
     def close(self, choice: ChoiceResult) -> bool:
         """End one choice; returns True when it was the last one. A request that has failed stays as it is."""

@@ -61,14 +61,14 @@ class Planner:
 
     def out_of_memory(self, lane: str, items: Sequence[Item]) -> None:
         """Let the policy learn that a work of these items found no memory."""
-        decode = sum(item.request.phase == "decode" for item in items)
+        decode = sum(item.decodes for item in items)
         self._tell(
             StepFeedback(
                 lane=lane,
                 ms=0.0,
-                prefill_tokens=sum(item.count for item in items) - decode,
+                prefill_tokens=sum(item.tokens for item in items) - decode,
                 decode_rows=decode,
-                context=sum(item.start + item.count for item in items),
+                context=sum(item.start + item.tokens for item in items),
                 out_of_memory=True,
             )
         )

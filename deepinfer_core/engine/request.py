@@ -39,6 +39,7 @@ class Request:
         seq: Its pages; None while it waits.
         target: Tokens to compute before it decodes; fixed at admission.
         siblings: The other choices of an ``n > 1`` request; they start when the prompt is computed.
+        scores_prompt: Log probabilities of its prompt are still owed: it needs the logits of every position.
         scores: Log probabilities of generated tokens, when asked for.
         in_flight: A launched work of it has not finished.
         aborted: It ends as soon as nothing of it is in flight.
@@ -63,6 +64,7 @@ class Request:
     phase: Phase = "waiting"
     seq: KVSequence | None = None
     target: int = field(init=False)
+    scores_prompt: bool = field(init=False)
     stop_token: int | None = None
     siblings: list[Request] = field(factory=list)
     scores: list[TokenScore] = field(factory=list)
@@ -75,6 +77,7 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         self.target = len(self.tokens)
+        self.scores_prompt = self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def computed(self) -> int:
@@ -85,12 +88,6 @@ class Request:
     def generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
-
-    @property
-    def scores_prompt(self) -> bool:
-        """True while log probabilities of its prompt are still owed: it then needs the logits of every position."""
-        wanted = self.params.prompt_logprobs is not None and self.index == 0
-        return wanted and len(self.handle.prompt_scores) < self.prompt_len
 
     def wait(self) -> None:
         """Stand in the queue, with all tokens to compute again."""
@@ -149,7 +146,7 @@ class Queues:
 
     def find(self, request_id: str) -> Request | None:
         """Return the living request of this id."""
-        return self.waiting.get(request_id) or self.prefilling.get(request_id) or self.decoding.get(request_id)
+        return self.decoding.get(request_id) or self.prefilling.get(request_id) or self.waiting.get(request_id)
 
     def put(self, request: Request, phase: Phase) -> None:
         """Move a request, new or known, to a phase."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from deepinfer_core.errors import CapacityError
@@ -118,7 +120,7 @@ class KVCache:
     def shared_pages(self, seq: KVSequence) -> int:
         """Return how many of a sequence's pages another sequence reads too; freeing it would not free those.
 
-        Who shares a page shares all before it, so the shared ones come first and the last of them is found by bisection.
+        Who shares a page shares all before it, so the shared ones come first; the last of them is found by bisection.
         """
         refs, cached = self.pool.refs, len(seq.nodes)
         low, high = 0, len(seq.pages)
@@ -155,9 +157,8 @@ class KVCache:
         Raises:
             OutOfPagesError: There are too few; the sequence keeps what it had.
         """
-        missing = self.pages_for(seq.length + tokens) - len(seq.pages)
-        if missing > 0:
-            seq.append(self._take(missing))
+        if seq.length + tokens > len(seq.pages) * self.page_size:
+            seq.append(self._take(self.pages_for(seq.length + tokens) - len(seq.pages)))
 
     def commit(self, seq: KVSequence, tokens: int) -> None:
         """Count this many tokens, which a forward has just stored, as computed."""
@@ -235,23 +236,28 @@ class KVCache:
     def batch_at(self, spans: Sequence[tuple[KVSequence, int, int]]) -> AttentionBatch:
         """Describe a step over (sequence, first position, tokens) spans; what lies before a span must be stored."""
         starts = np.array([start for _, start, _ in spans], dtype=np.int64)
-        lens = np.array([n for _, _, n in spans], dtype=np.int64)
-        ends = starts + lens
-        pages = (ends + self.page_size - 1) // self.page_size
-        held = pages.tolist()
+        lens = [n for _, _, n in spans]
+        ends = [start + n for _, start, n in spans]
+        held = [-(-end // self.page_size) for end in ends]
         table = np.zeros((len(spans), max(held, default=0)), dtype=np.int32)
         for row, (seq, _, _) in enumerate(spans):
             table[row, : held[row]] = seq.table[: held[row]]
-        rows = np.repeat(np.arange(len(spans)), lens)
-        positions = np.arange(rows.size) - (np.cumsum(lens) - lens)[rows] + starts[rows]
-        slots = table[rows, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+        total = sum(lens)
+        if total == len(spans):  # a token each: decodes
+            positions, pages = starts, table[np.arange(total), starts // self.page_size]
+        else:
+            counts = np.array(lens, dtype=np.int64)
+            rows = np.repeat(np.arange(len(spans)), counts)
+            positions = np.arange(total) - (np.cumsum(counts) - counts)[rows] + starts[rows]
+            pages = table[rows, positions // self.page_size]
+        slots = pages * np.int64(self.page_size) + positions % self.page_size
         return AttentionBatch(
-            query_lens=tuple(lens.tolist()),
-            kv_lens=tuple(ends.tolist()),
-            page_table=torch.from_numpy(table).to(self.device),
+            query_lens=tuple(lens),
+            kv_lens=tuple(ends),
+            page_table=self._on_device(table),
             page_ids=tuple([tuple(seq.pages[:n]) for (seq, _, _), n in zip(spans, held, strict=True)]),
-            positions=torch.from_numpy(positions).to(self.device),
-            slots=torch.from_numpy(slots).to(self.device),
+            positions=self._on_device(positions),
+            slots=self._on_device(slots),
         )
 
     def assert_no_leaks(self) -> None:
@@ -263,6 +269,10 @@ class KVCache:
         assert idle == cached, f"{cached - idle} cached pages still have readers"
         held = sum(self.pool.refs(page) for page in range(self.pool.high_water))
         assert held == cached, f"{held} references on {cached} cached pages"
+
+    def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def _take(self, pages: int) -> list[int]:
         short = pages - self.pool.free_pages

@@ -17,7 +17,7 @@ _SPREAD = 2_654_435_761 % _PRIME
 
 
 class StubBackend:
-    """The part of an attention backend that a KV cache needs: a page holds the tokens themselves, plus one."""
+    """What a KV cache needs of an attention backend: a page holds the tokens themselves, plus one."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -34,13 +34,21 @@ class StubBackend:
 class StubModel:
     """Logits are a permutation of ``vocab`` different values, chosen by a hash of all tokens up to the row.
 
+    A row whose context has a position that was never stored gets NaN. On a card nothing waits for the device.
+
     Args:
         vocab: Tokens there are.
+        longest: Longest context, in tokens.
+        device: Where it runs.
     """
 
-    def __init__(self, vocab: int = 1000) -> None:
+    def __init__(self, vocab: int = 1000, longest: int = 16_384, device: torch.device | str = "cpu") -> None:
+        weights = [1]
+        for _ in range(longest - 1):
+            weights.append(weights[-1] * _BASE % _PRIME)
         self.vocab = vocab
-        self._weights = torch.ones(1, dtype=torch.int64)
+        self._weights = torch.tensor(weights, dtype=torch.int64, device=device)
+        self._ranks = torch.arange(1, vocab + 1, device=device) * _SPREAD
 
     def forward(
         self,
@@ -52,38 +60,29 @@ class StubModel:
         """Store the tokens at their slots; return float32 logits ``[rows, vocab]`` from what the pages then hold."""
         store = kv[0]["tokens"]
         store.view(-1)[batch.slots] = tokens + 1
-        ends = torch.tensor(batch.query_lens).cumsum(0)
-        hashes = []
-        for row in logit_rows.tolist():
-            request = int(torch.searchsorted(ends, row, right=True))
-            length = int(batch.positions[row]) + 1
-            pages = batch.page_table[request, : -(-length // store.shape[1])].long()
-            hashes.append(self._hash(store[pages].view(-1)[:length]))
-        return self._logits(torch.tensor(hashes, dtype=torch.int64))
+        owners = torch.tensor([row for row, n in enumerate(batch.query_lens) for _ in range(n)], dtype=torch.int64)
+        if store.is_cuda:
+            owners = owners.pin_memory().to(store.device, non_blocking=True)
+        lengths = batch.positions[logit_rows] + 1
+        return self._logits(store[batch.page_table[owners[logit_rows]].long()].flatten(1), lengths)
 
     def answer(self, prompt: Sequence[int], count: int, end_ids: Sequence[int] = ()) -> list[int]:
         """Return the ``count`` tokens of a greedy answer, or fewer up to the first end token."""
         tokens = list(prompt)
         for _ in range(count):
-            context = torch.tensor(tokens, dtype=torch.int64) + 1
-            tokens.append(int(self._logits(torch.tensor([self._hash(context)])).argmax()))
+            tokens.append(int(self.logits(tokens).argmax()))
             if tokens[-1] in end_ids:
                 break
         return tokens[len(prompt) :]
 
     def logits(self, context: Sequence[int]) -> torch.Tensor:
         """Return the logits ``[vocab]`` behind a context."""
-        return self._logits(torch.tensor([self._hash(torch.tensor(list(context), dtype=torch.int64) + 1)]))[0]
+        stored = torch.tensor([list(context)], dtype=torch.int64, device=self._ranks.device) + 1
+        return self._logits(stored, torch.full((1,), len(context), device=self._ranks.device))[0]
 
-    def _hash(self, context: torch.Tensor) -> int:
-        assert bool((context > 0).all()), "a position of the context was never stored"
-        if len(context) > len(self._weights):
-            weights = [1]
-            while len(weights) < 2 * len(context):
-                weights.append(weights[-1] * _BASE % _PRIME)
-            self._weights = torch.tensor(weights, dtype=torch.int64)
-        return int((context * self._weights[: len(context)] % _PRIME).sum()) % _PRIME
-
-    def _logits(self, hashes: torch.Tensor) -> torch.Tensor:
-        ranks = (torch.arange(1, self.vocab + 1) * _SPREAD + hashes[:, None] * 7919) % _PRIME
-        return ranks.float() * (10 / _PRIME)
+    def _logits(self, stored: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        width = stored.shape[1]
+        seen = torch.arange(width, device=stored.device) < lengths[:, None]
+        hashes = (stored * self._weights[:width] % _PRIME * seen).sum(1) % _PRIME
+        logits = (self._ranks + hashes[:, None] * 7919) % _PRIME * (10 / _PRIME)
+        return logits.float().masked_fill((seen & (stored == 0)).any(1)[:, None], float("nan"))
