@@ -193,7 +193,7 @@ def _installed(faults: list[PluginFault]) -> Iterator[_Found]:
             entries = [e for e in dist.entry_points if e.group == ENTRY_POINT_GROUP]
             if not entries:
                 continue
-            name, version = dist.metadata["Name"] or "", dist.metadata["Version"] or ""
+            name, version = _fact(dist, "Name"), _fact(dist, "Version")
             place = str(dist.locate_file(""))
         except Exception as error:
             label = str(getattr(dist, "_path", "a distribution"))
@@ -213,10 +213,15 @@ def _installed(faults: list[PluginFault]) -> Iterator[_Found]:
                 yield _Found(entry=entry, name=entry.name, value=entry.value, distribution=name, version=version)
 
 
+def _fact(dist: metadata.Distribution, key: str) -> str:
+    """Return a metadata field, empty when it is missing (asking for a missing one is deprecated)."""
+    facts = dist.metadata
+    return facts[key] if key in facts else ""  # noqa: SIM401  (older typings know no get)
+
+
 def _from_entry_point(entry: metadata.EntryPoint) -> _Found:
-    dist = entry.dist
-    name = (dist.metadata["Name"] or "") if dist is not None else ""
-    version = (dist.metadata["Version"] or "") if dist is not None else ""
+    name = _fact(entry.dist, "Name") if entry.dist is not None else ""
+    version = _fact(entry.dist, "Version") if entry.dist is not None else ""
     return _Found(entry=entry, name=entry.name, value=entry.value, distribution=name, version=version)
 
 

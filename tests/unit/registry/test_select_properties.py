@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_core.errors import SelectionError
@@ -60,6 +60,7 @@ def outcome(build: Any, specs: list[LinearKernelSpec], choice: LinearChoice, tim
         return sorted(str(error).splitlines())
 
 
+@settings(deadline=None)  # a busy machine is no fault of the code
 @given(data=st.data(), specs=kernels(), strict=st.booleans(), experimental=st.booleans())
 def test_registration_order_never_decides(
     build: Any, data: st.DataObject, specs: list[LinearKernelSpec], strict: bool, experimental: bool
@@ -71,6 +72,7 @@ def test_registration_order_never_decides(
     assert outcome(build, specs, choice, times) == outcome(build, shuffled, choice, reordered)
 
 
+@settings(deadline=None)  # a busy machine is no fault of the code
 @given(data=st.data(), specs=kernels(), experimental=st.booleans())
 def test_the_table_covers_every_m_exactly_once_with_a_kernel_that_serves_it(
     build: Any, data: st.DataObject, specs: list[LinearKernelSpec], experimental: bool
@@ -93,6 +95,7 @@ def test_the_table_covers_every_m_exactly_once_with_a_kernel_that_serves_it(
             assert row.kernel.spec.priority == max(k.priority for k in fits)
 
 
+@settings(deadline=None)  # a busy machine is no fault of the code
 @given(specs=kernels())
 def test_bisect_equals_a_linear_scan(build: Any, specs: list[LinearKernelSpec]) -> None:
     found = outcome(build, specs, LinearChoice(), Timings())
