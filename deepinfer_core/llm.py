@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class LLM:
             pass
         return [self._output(prompt, request) for prompt, request in zip(several, requests, strict=True)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamOutput]:
         """Answer one prompt token by token; closing the iterator ends the generation and returns its memory.
 
         Raises:
@@ -168,7 +169,7 @@ class LLM:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self.running.loop.accept(ids, params)
 
-    def _stream(self, request: Generation) -> Iterator[StreamOutput]:
+    def _stream(self, request: Generation) -> Generator[StreamOutput]:
         decoder = self.tokenizer.stream()
         run = self.running.loop.run([request])
         try:
@@ -217,4 +218,6 @@ def _resolve(config: str | Path | Config | ResolvedConfig | None, overrides: dic
         raise ConfigError(
             f"{', '.join(sorted(overrides))}: they go over a file; change a Config object with attrs.evolve"
         )
-    return config if isinstance(config, ResolvedConfig) else ResolvedConfig(config=config, origins={})
+    if isinstance(config, ResolvedConfig):
+        return config
+    return ResolvedConfig(config=config, origins=defaultdict(lambda: "Config object"))
