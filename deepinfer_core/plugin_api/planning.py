@@ -80,14 +80,22 @@ class PlanBuilder:
     def prefill_chunk(self, tokens: int, order: Order = turn) -> tuple[Item, ...]:
         """Take up to ``tokens`` prompt tokens, from the request whose turn it is, then the next, admitting as it fits.
 
+        A waiting request that does not fit holds back those that wait behind it, never those that were admitted: the
+        pages that they still need are set aside for them.
+
         Args:
             tokens: Most tokens to take; `room` has what the limits allow.
             order: Whose turn it is; the smallest goes first.
         """
         chunk: list[Item] = []
+        admitting = True
         for request in self.next_prefills(order):
+            if request.phase == "waiting":
+                admitting = admitting and self._may_admit(request)
+                if not admitting:
+                    continue
             count = min(tokens, request.remaining_prefill, self._fitting(request))
-            if count <= 0 or (request.phase == "waiting" and not self._may_admit(request)):
+            if count <= 0:
                 break  # passing it would let others eat the pages that it waits for
             chunk.append(self._take(request, count))
             tokens -= count
