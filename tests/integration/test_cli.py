@@ -93,7 +93,7 @@ def test_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_module_form_is_the_same_command(tiny_chat_model: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "deepinfer_core", "generate", str(tiny_chat_model), "--prompt", "x", "--max-tokens", "3"],
+        [sys.executable, "-m", "deepinfer_core", "generate", str(tiny_chat_model), "-p", "x", "--max-tokens", "3"],
         capture_output=True, text=True, encoding="utf-8", timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
