@@ -39,6 +39,7 @@ def _no_window(config: ConfigValues, layers: int) -> Windows:
 
 
 def _window_everywhere(config: ConfigValues, layers: int) -> Windows:
+    """Mistral's window is on where the config states one: v0.1 says 4096, later ones null."""
     window = config.integer("sliding_window") if "sliding_window" in config else None
     return (window,) * layers
 
