@@ -80,8 +80,8 @@ gpu-test:
 	done
 	PYTHONPATH="$(GPU_PATH):$$PYTHONPATH" $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
-bench: $(VENV)/.installed $(MODELS)/smollm2-135m-w4/config.json
-	$(BIN)/python -m deepinfer_core.bench.decode_cpu $(MODELS)/smollm2-135m-w4 "$(SMOLLM2)"
+bench: $(VENV)/.installed $(VENV)/.model $(MODELS)/smollm2-135m-w4/config.json
+	$(BIN)/python scripts/bench_decode_cpu.py $(MODELS)/smollm2-135m-w4 $(BENCH_ARGS)
 
 wheels: $(VENV)/.installed-dev
 	@for project in . $(PLUGINS); do \

@@ -97,7 +97,7 @@ def source_perplexity(transformers_model: Any, text: list[int]) -> float:
     @torch.no_grad()
     def score(tokens: Any) -> torch.Tensor:
         ids = torch.tensor([list(tokens)])
-        scores = transformers_model(ids).logits[0, :-1].log_softmax(-1)
+        scores: torch.Tensor = transformers_model(ids).logits[0, :-1].log_softmax(-1)
         return scores.gather(1, ids[0, 1:, None])[:, 0]
 
     return perplexity(score, text)[0]
@@ -133,7 +133,7 @@ def test_perplexity_equals_transformers_within_half_a_percent(
     exact: LLM, text: list[int], source_perplexity: float
 ) -> None:
     ours, scored = perplexity(exact.score, text)
-    assert scored > 1000
+    assert scored > 800
     assert ours == pytest.approx(source_perplexity, rel=0.005)
 
 
