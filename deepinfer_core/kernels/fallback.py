@@ -9,7 +9,7 @@ import torch
 from deepinfer_core.plugin_api import LinearProblem, Tensors, WeightLayout
 
 # Never more than this of the weights exists as values, whatever the layer's size.
-CHUNK_BYTES = {"cuda": 32 << 20, "cpu": 1 << 20}
+CHUNK_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}
 
 # torch 2.8 brought float16 and bfloat16 products with a float32 result. Before, values are float32 on a card too.
 _MIXED_MM = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)

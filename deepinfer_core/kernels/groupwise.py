@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from deepinfer_core.errors import CheckpointError, ConfigError
-from deepinfer_core.kernels.scale_search import FP16_MAX, fit_range, fit_search
+from deepinfer_core.kernels.scale_search import FP16_MAX, range_grid, search_grid
 from deepinfer_core.plugin_api import WHOLE_ROW, QuantMethod, Tensors, group_width
 
 GROUP_SIZES = (32, 64, 128, WHOLE_ROW)
@@ -44,28 +44,24 @@ def quantize_groups(
     """
     n, k = weight.shape
     width = group_width(k, group_size)
-    groups = -(-k // width)
     codes = torch.empty(n, k, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
+    scales = torch.empty(n, -(-k // width), dtype=torch.float16, device=weight.device)
     zero = torch.empty_like(scales) if zeros else None
     lo, hi = code_range(bits, zeros=zeros)
-    fit_groups = fit_range if method == "rtn" else fit_search
+    find_grid = range_grid if method == "rtn" else search_grid
     rows = max(1, _CHUNK_VALUES.get(weight.device.type, 1 << 20) // max(k, 1))
     for row in range(0, n, rows):
         chunk = weight[row : row + rows].float()
-        if not bool((chunk.abs() <= FP16_MAX).all()):  # false for NaN too
-            bad = row + int((~(chunk.abs() <= FP16_MAX)).any(1).nonzero()[0])
-            raise CheckpointError(f"row {bad} of the weight holds NaN or values beyond {FP16_MAX:.0f}: not quantizable")
+        _check_values(chunk, row)
         for part, first in _full_and_short(chunk, width):
-            fit = fit_groups(part.reshape(-1, part.shape[-1]), lo, hi, zeros=zeros)
-            shape = part.shape[:2]
-            at = slice(row, row + rows), slice(first, first + shape[1])
-            codes[at[0], first * width : first * width + part.shape[1] * part.shape[2]] = fit.codes.to(
-                torch.int8
-            ).reshape(shape[0], -1)
-            scales[at] = fit.scales.reshape(shape).half()
-            if zero is not None and fit.zeros is not None:
-                zero[at] = fit.zeros.reshape(shape).half()
+            count, size = part.shape[1:]
+            groups = part.reshape(-1, size).t().contiguous()
+            grid = find_grid(groups, lo, hi, zeros=zeros)
+            found = grid.codes(groups, lo, hi).to(torch.int8).t().reshape(-1, count * size)
+            codes[row : row + rows, first * width : first * width + count * size] = found
+            scales[row : row + rows, first : first + count] = grid.scales.view(-1, count)
+            if zero is not None and grid.zeros is not None:
+                zero[row : row + rows, first : first + count] = grid.zeros.view(-1, count)
     return codes, scales, zero
 
 
@@ -101,6 +97,14 @@ def dequantize_groups(
     if out is not None:
         return out if in_place else out.copy_(values)
     return values if dtype is None else values.to(dtype)
+
+
+def _check_values(chunk: torch.Tensor, row: int) -> None:
+    """Refuse what FP16 cannot hold; ``row`` is the weight's row that the chunk starts at."""
+    storable = (chunk.abs() <= FP16_MAX).all(1)  # false for NaN too
+    if not bool(storable.all()):
+        bad = row + int((~storable).nonzero()[0])
+        raise CheckpointError(f"row {bad} of the weight holds NaN or values beyond {FP16_MAX:.0f}: not quantizable")
 
 
 def _full_and_short(values: torch.Tensor, width: int) -> Sequence[tuple[torch.Tensor, int]]:
