@@ -1,0 +1,283 @@
+// y[M, N] = x[M, K] W^T for M from about 17: activations through shared memory in cp.async stages that all warps of a
+// block share, weights from global memory straight to registers two records ahead, stream-K over (feature tile, k).
+//
+// Every block takes an equal run of units, so no wave is left half empty. A feature tile that several blocks share is
+// finished by the last of them to arrive, which adds the partial sums in block order: the same launch gives the same bits.
+// Symmetric codes only: the bias of the decoded operand is subtracted exactly, on the FMA pipe, which is idle here.
+#pragma once
+#include "decode.cuh"
+
+#ifndef GROUP
+#define GROUP 128
+#endif
+#ifndef NT  // row tiles of 8
+#define NT 4
+#endif
+#ifndef FT  // feature tiles of 16 a warp
+#define FT 2
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef MINB
+#define MINB 3
+#endif
+
+#define SUBS (128 / GROUP)
+#define GROUP_BYTES (SUBS * 32)
+#define TILE_M (8 * NT)
+#define THREADS (WARPS * 32)
+#define X_STRIDE 320  // bytes a row of a stage: 256 and 64, so that 16-byte reads of 8 rows hit every bank once
+
+struct TileArgs {
+  const u8* codes;
+  const u8* groups;
+  const u16* x;
+  u16* y;
+  const u16* bias;
+  const u16* residual;
+  float* partial;  // [z][block][head, tail][FT * NT][THREADS][4]
+  u32* tickets;    // [z][feature tile], zero before and after
+  int m, n, k, ldx;
+  int tiles16, units;
+  int share;       // units a block
+};
+
+#if BITS == 4
+#define PIECES 2
+typedef uint4 piece_t;
+#else
+#define PIECES 3
+typedef uint2 piece_t;
+#endif
+
+struct Unit {
+  piece_t codes[FT][PIECES];
+  u32 scales[FT][SUBS];
+};
+
+DI_DEVICE piece_t stream_piece(const u8* p) {
+  piece_t v;
+#if BITS == 4
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+#else
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+#endif
+  return v;
+}
+
+template <int BIAS>
+DI_DEVICE u32 take_off(u32 a) {
+  u32 r;
+#if BF16
+  // 8.x has no bf16 subtraction: a * 1 - bias
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(0x3f803f80), "r"(act_pair(-(BIAS + SIGNED_ZERO))));
+#else
+  asm("sub.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(act_pair(BIAS + SIGNED_ZERO)));
+#endif
+  return r;
+}
+
+template <int F>
+DI_DEVICE void tile_step(float (*c)[4], const u32* w, const uint4* xv) {
+  u32 a[4];
+  decode_fragment<F>(w, a);
+  a[0] = take_off<fragment_bias<F, 0>()>(a[0]);
+  a[1] = take_off<fragment_bias<F, 0>()>(a[1]);
+  a[2] = take_off<fragment_bias<F, 1>()>(a[2]);
+  a[3] = take_off<fragment_bias<F, 1>()>(a[3]);
+#pragma unroll
+  for (int j = 0; j < NT; j++) mma16816(c[j], a, F & 1 ? xv[j].z : xv[j].x, F & 1 ? xv[j].w : xv[j].y);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileArgs p) {
+  extern __shared__ __align__(128) u8 xs[];  // [STAGES][TILE_M][X_STRIDE]
+  __shared__ u32 arrived;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  constexpr int F = WARPS * FT;
+  const int total = (p.tiles16 + F - 1) / F * p.units;
+  const int u0 = blockIdx.x * p.share, u1 = min(u0 + p.share, total);
+  const int m0 = blockIdx.z * TILE_M, rows = min(p.m - m0, TILE_M);
+  const u32 xs0 = smem_address(xs);
+  const u16* x = p.x + (u64)m0 * p.ldx;
+  const bool aligned = ((p.ldx & 7) | (int)((u64)p.x & 15)) == 0;
+
+  int stage_k = u0 % p.units;
+  auto load_x = [&](int u, int slot) {
+    if (u < u1) {
+      const int k = stage_k * 128;
+      if (++stage_k == p.units) stage_k = 0;
+#pragma unroll
+      for (int i = threadIdx.x; i < TILE_M * 16; i += THREADS) {
+        const int r = i >> 4, at = k + (i & 15) * 8, left = r < rows ? max(0, min(p.k - at, 8)) : 0;
+        const u32 dst = (slot * TILE_M + r) * X_STRIDE + (i & 15) * 16;
+        const u16* src = x + (u64)r * p.ldx + at;
+        if (aligned) {
+          copy16_async_part(xs0 + dst, left ? src : p.x, left * 2);
+        } else {
+#pragma unroll 1
+          for (int e = 0; e < 8; e++) ((u16*)(xs + dst))[e] = e < left ? ((const volatile u16*)src)[e] : (u16)0;
+        }
+      }
+    }
+    copy_commit();
+  };
+  int fetch_tile = u0 / p.units, fetch_k = u0 - fetch_tile * p.units;
+  auto load_w = [&](int u, Unit& b) {
+    if (u < u1) {
+#pragma unroll
+      for (int f = 0; f < FT; f++) {
+        const u64 record = (u64)min((fetch_tile * WARPS + warp) * FT + f, p.tiles16 - 1) * p.units + fetch_k;
+        const u8* c = p.codes + record * CODE_BYTES + lane * sizeof(piece_t);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) b.codes[f][i] = stream_piece(c + i * (32 * sizeof(piece_t)));
+#pragma unroll
+        for (int s = 0; s < SUBS; s++) b.scales[f][s] = *(const u32*)(p.groups + record * GROUP_BYTES + s * 32 + g * 4);
+      }
+      if (++fetch_k == p.units) {
+        fetch_k = 0;
+        fetch_tile++;
+      }
+    }
+  };
+
+  Unit ahead[2];
+  load_w(u0, ahead[0]);
+  load_w(u0 + 1, ahead[1]);
+  dependents_may_start();
+  wait_for_predecessor();
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) load_x(u0 + s, s);
+
+  float acc[FT][NT][4];
+#pragma unroll
+  for (int i = 0; i < FT * NT * 4; i++) ((float*)acc)[i] = 0;
+  int slot = 0, tile = u0 / p.units, k = u0 - tile * p.units;
+  bool head = true;
+
+  auto emit = [&]() {
+#pragma unroll
+    for (int f = 0; f < FT; f++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int n = ((tile * WARPS + warp) * FT + f) * 16 + g + (i >> 1) * 8;
+        const float b = p.bias && n < p.n ? act_to_float(p.bias[n]) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+          const int m = j * 8 + t * 2 + (i & 1);
+          if (m < rows && n < p.n) {
+            const u64 at = (u64)(m0 + m) * p.n + n;
+            float v = acc[f][j][i] + b;
+            if (p.residual) v += act_to_float(p.residual[at]);
+            p.y[at] = float_to_act(v);
+          }
+        }
+      }
+  };
+
+  // Part of a tile: leave it in memory; whoever comes last adds all parts in block order.
+  auto meet = [&]() {
+    const int part_floats = FT * NT * THREADS * 4;
+    float* parts = p.partial + (u64)blockIdx.z * gridDim.x * 2 * part_floats + threadIdx.x * 4;
+    float* mine = parts + (u64)(blockIdx.x * 2 + (head ? 0 : 1)) * part_floats;
+#pragma unroll
+    for (int q = 0; q < FT * NT; q++) *(float4*)(mine + q * (THREADS * 4)) = *(float4*)((float*)acc + q * 4);
+    const int first = tile * p.units / p.share, last = ((tile + 1) * p.units - 1) / p.share;
+    __threadfence();
+    __syncthreads();
+    u32* ticket = p.tickets + (u64)blockIdx.z * (total / p.units) + tile;
+    if (threadIdx.x == 0) {
+      arrived = atomicAdd(ticket, 1u);
+      if ((int)arrived == last - first) *ticket = 0;
+    }
+    __syncthreads();
+    if ((int)arrived != last - first) return;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < FT * NT * 4; i++) ((float*)acc)[i] = 0;
+#pragma unroll 1
+    for (int b = first; b <= last; b++) {
+      const float* part = parts + (u64)(b * 2 + (b * p.share >= tile * p.units ? 0 : 1)) * part_floats;
+#pragma unroll
+      for (int q = 0; q < FT * NT; q++) {
+        const float4 v = global_load_l2(part + q * (THREADS * 4));
+        float* a = (float*)acc + q * 4;
+        a[0] += v.x;
+        a[1] += v.y;
+        a[2] += v.z;
+        a[3] += v.w;
+      }
+    }
+    emit();
+  };
+
+  auto step = [&](int u, Unit& b) {
+    copy_wait<STAGES - 2>();
+    __syncthreads();
+    const int next = slot + STAGES - 1;
+    load_x(u + STAGES - 1, next >= STAGES ? next - STAGES : next);
+    const u8* xr = xs + (slot * TILE_M + g) * X_STRIDE + t * 16;
+    float c[FT][NT][4];
+#pragma unroll
+    for (int h = 0; h < 4; h++) {
+      if (h % (GROUP / 32) == 0) {
+#pragma unroll
+        for (int i = 0; i < FT * NT * 4; i++) ((float*)c)[i] = 0;
+      }
+      uint4 xv[NT];
+#pragma unroll
+      for (int j = 0; j < NT; j++) xv[j] = *(const uint4*)(xr + j * 8 * X_STRIDE + h * 64);
+#pragma unroll
+      for (int f = 0; f < FT; f++) {
+#if BITS == 4
+        const u32* w = (const u32*)&b.codes[f][h >> 1];
+#else
+        const u32 w[3] = {h < 2 ? b.codes[f][0].x : b.codes[f][0].y, h < 2 ? b.codes[f][1].x : b.codes[f][1].y,
+                          h < 2 ? b.codes[f][2].x : b.codes[f][2].y};
+#endif
+        if (h & 1) {
+          tile_step<2>(c[f], w, xv);
+          tile_step<3>(c[f], w, xv);
+        } else {
+          tile_step<0>(c[f], w, xv);
+          tile_step<1>(c[f], w, xv);
+        }
+      }
+      if ((h + 1) % (GROUP / 32) == 0) {
+#pragma unroll
+        for (int f = 0; f < FT; f++) {
+          const u32 s = b.scales[f][h * 32 / GROUP];
+          const float s0 = half_to_float((u16)s), s1 = half_to_float((u16)(s >> 16));
+#pragma unroll
+          for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[f][j][i] += c[f][j][i] * (i < 2 ? s0 : s1);
+        }
+      }
+    }
+    load_w(u + 2, b);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    const bool tile_ends = ++k == p.units;
+    if (tile_ends || u + 1 == u1) {
+      if (tile_ends && u + 1 - p.units >= u0)
+        emit();
+      else
+        meet();
+#pragma unroll
+      for (int i = 0; i < FT * NT * 4; i++) ((float*)acc)[i] = 0;
+      head = false;
+      k = 0;
+      tile++;
+    }
+  };
+#pragma unroll 1
+  for (int u = u0; u < u1; u += 2) {
+    step(u, ahead[0]);
+    if (u + 1 < u1) step(u + 1, ahead[1]);
+  }
+}
