@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.cli.console import console
+from deepinfer_core.errors import ConfigError, DeepinferError
 
 if TYPE_CHECKING:
     from deepinfer_core.quantize.report import PerplexityReport, QuantizationReport
@@ -69,8 +71,13 @@ def command(
             progress=tell,
         )
     if _worth_measuring(report, perplexity, dst):
-        report = evolve(report, perplexity=_perplexity(src, dst, catalog))
-        write_report(report, dst)
+        try:
+            report = evolve(report, perplexity=_perplexity(src, dst, catalog))
+            write_report(report, dst)
+        except DeepinferError as error:
+            if perplexity is Measure.ON:
+                raise
+            print(f"{dst} is complete, but perplexity was not measured: {error}", file=sys.stderr)
     _print(report)
 
 
@@ -99,19 +106,17 @@ def _worth_measuring(report: QuantizationReport, measure: Measure, directory: Pa
 
 def _perplexity(src: Path, dst: Path, catalog: Catalog) -> PerplexityReport:
     """Score the fixed text with one model after the other, in float32: the formats are compared, not the kernels."""
-    from rich.console import Console
-
     from deepinfer_core.llm import LLM
     from deepinfer_core.quantize.perplexity import TEXT_NAME, WINDOW, perplexity, public_domain_text
     from deepinfer_core.quantize.report import PerplexityReport
 
     found: list[float] = []
     scored = 0
-    with Console(stderr=True).status("") as status:
+    with console(stderr=True).status("") as status:
         for path in (src, dst):
             status.update(f"measuring perplexity of {path}")
             model = LLM(path, catalog=catalog, dtype="float32")
-            window = min(WINDOW, model.running.loop.limits.max_model_len)
+            window = min(WINDOW, model.running.loop.limits.max_model_len - 1)  # a request leaves room for an answer
             value, scored = perplexity(model.score, model.tokenizer.encode(public_domain_text()), window=window)
             found.append(value)
             del model
@@ -123,17 +128,16 @@ class _progress_bar:  # noqa: N801 - reads as a function where it is used
     """Draws the conversion's progress on the error stream; a pipe gets nothing."""
 
     def __enter__(self) -> _progress_bar:
-        from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = Console(stderr=True)
+        screen = console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}", table_column=None),
+            TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+            console=screen,
+            disable=not screen.is_terminal,
             transient=True,
         )
         self._bar.start()
@@ -148,27 +152,21 @@ class _progress_bar:  # noqa: N801 - reads as a function where it is used
 
 
 def _print(report: QuantizationReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    out = console()
     table = Table(box=None, pad_edge=False)
     for title in ("layers", "format", "count", "mean error", "worst error", "MiB"):
         table.add_column(title, justify="left" if title in ("layers", "format") else "right")
     for row in report.table():
         table.add_row(*map(str, row))
-    console.print(table)
-    console.print(
-        f"{report.destination}: {report.total_bytes / 2**20:.1f} MiB, {report.linear_bits:.2f} bits a weight, "
-        f"{report.seconds:.1f} s",
-        soft_wrap=True,
-        highlight=False,
-    )
+    out.print(table)
+    size = f"{report.total_bytes / 2**20:.1f} MiB, {report.linear_bits:.2f} bits a weight"
+    out.print(f"{report.destination}: {size}, {report.seconds:.1f} s", soft_wrap=True)
     if report.perplexity is not None:
         measured = report.perplexity
-        console.print(
+        out.print(
             f"perplexity over {measured.tokens} tokens: source {measured.source:.3f}, "
             f"result {measured.result:.3f} ({measured.ratio:.3f}x)",
             soft_wrap=True,
-            highlight=False,
         )
