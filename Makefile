@@ -80,7 +80,7 @@ gpu-test:
 	done
 	PYTHONPATH="$(GPU_PATH):$$PYTHONPATH" $(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
-bench: $(VENV)/.installed $(VENV)/.model $(MODELS)/smollm2-135m-w4/config.json
+bench: $(VENV)/.installed-dev $(VENV)/.model $(MODELS)/smollm2-135m-w4/config.json
 	$(BIN)/python scripts/bench_decode_cpu.py $(MODELS)/smollm2-135m-w4 $(BENCH_ARGS)
 
 wheels: $(VENV)/.installed-dev
