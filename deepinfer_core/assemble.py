@@ -9,22 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 
 from deepinfer_core.checkpoint.base import Checkpoint
 from deepinfer_core.checkpoint.reader import open_checkpoint
 from deepinfer_core.config import Config
-from deepinfer_core.engine.loop import DecodeLoop, LoopLimits
-from deepinfer_core.errors import CapacityError, ConfigError
+from deepinfer_core.engine.engine import ONE_LANE, Engine
+from deepinfer_core.engine.planner import DECODE_FIRST
+from deepinfer_core.errors import CapacityError, ConfigError, nearest
 from deepinfer_core.kernels.cubin_cache import cache_directory
 from deepinfer_core.kvcache.manager import KVCache, page_bytes
 from deepinfer_core.model.decoder import Decoder
 from deepinfer_core.model.hf_config import model_spec_from_hf
 from deepinfer_core.model.shapes import attention_problem, dense_tensors, linear_modules, linear_slots
 from deepinfer_core.model.spec import ModelSpec
-from deepinfer_core.plugin_api import AttentionBackend, AttentionProblem, Capability, LinearProblem
+from deepinfer_core.plugin_api import (
+    AttentionBackend,
+    AttentionProblem,
+    Capability,
+    LaneSpec,
+    Limits,
+    LinearProblem,
+    SchedulingPolicy,
+)
 from deepinfer_core.plugin_api import Device as DeviceName
-from deepinfer_core.registry.catalog import Catalog, make
+from deepinfer_core.registry.catalog import Catalog, load_factory, make
 from deepinfer_core.registry.config_names import check_names
 from deepinfer_core.registry.discovery import discover
 from deepinfer_core.registry.explain import auto_dtype
@@ -39,6 +48,9 @@ CPU_KV_BYTES = 1 << 30
 
 CUDA_RESERVE_BYTES = 384 << 20
 """Card memory left to others (display, driver) where the config gives neither memory nor reserve."""
+
+AUTO_POLICY = "mixed"
+"""What ``policy = "auto"`` means before a device was calibrated."""
 
 Progress = Callable[[int, int], None]
 
@@ -68,6 +80,15 @@ class Place:
         return str(self.dtype).removeprefix("torch.")
 
 
+@frozen(kw_only=True)
+class ChosenPolicy:
+    """A scheduling policy ready to plan; ``planner`` is None for core's own decode-first."""
+
+    name: str = DECODE_FIRST
+    lanes: tuple[LaneSpec, ...] = ONE_LANE
+    planner: SchedulingPolicy | None = field(default=None, eq=False)
+
+
 @frozen(kw_only=True, eq=False)
 class RunningModel:
     """Everything that a loaded model consists of.
@@ -79,7 +100,7 @@ class RunningModel:
         decoder: Its weights and forward pass.
         cache: Its KV cache.
         tokenizer: Its tokenizer, with the end tokens of all its files.
-        loop: What runs requests.
+        engine: What runs requests.
         attention: The attention backend that was chosen, and why.
         selections: What serves each distinct linear problem.
     """
@@ -90,7 +111,7 @@ class RunningModel:
     decoder: Decoder
     cache: KVCache
     tokenizer: Tokenizer
-    loop: DecodeLoop
+    engine: Engine
     attention: AttentionSelection
     selections: Mapping[LinearProblem, Selection] = field(repr=False)
 
@@ -158,10 +179,7 @@ def assemble(
         policy=config.scheduler.policy,
         describe=describe,
     )
-    if config.scheduler.policy != "auto":
-        raise ConfigError(
-            f"{describe('scheduler.policy')}: this release's decode loop runs no policy; leave it at auto"
-        )
+    policy = choose_policy(config, catalog, describe)
     checkpoint = open_checkpoint(Path(config.model))
     spec = model_spec_from_hf(checkpoint.hf_config)
     _verify(checkpoint, spec, catalog)
@@ -194,17 +212,29 @@ def assemble(
         prefix_cache=config.cache.prefix_cache,
         namespace=(str(checkpoint.path), attention.problem.kv_dtype),
     )
-    limits = LoopLimits(
-        max_model_len=max_model_len,
-        prefill_chunk_tokens=min(config.scheduler.prefill_chunk_tokens, config.scheduler.max_batched_tokens),
-        max_requests=min(config.scheduler.max_requests, config.scheduler.max_batched_tokens),
+    engine = Engine(
+        decoder,
+        cache,
+        Limits(
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            max_requests=min(config.scheduler.max_requests, config.scheduler.max_batched_tokens),
+            prefill_chunk_tokens=min(config.scheduler.prefill_chunk_tokens, config.scheduler.max_batched_tokens),
+            page_size=config.cache.page_size,
+            max_model_len=max_model_len,
+            overlap=config.scheduler.prefill_decode_overlap,
+        ),
         vocab_size=spec.vocab_size,
-        eos_ids=tokenizer.eos_ids,
+        policy=policy.planner,
+        policy_name=policy.name,
+        lanes=policy.lanes,
+        tokenizer=tokenizer,
+        end_ids=tokenizer.eos_ids,
+        row_tile=1 if config.batch_invariant else None,
     )
     log.info(
-        "%s on %s in %s, attention %s, weights %.1f MiB, KV cache of %d pages x %d tokens, max_model_len %d",
-        spec.architecture, place.device, place.dtype_name, attention.spec.spec.name, decoder.nbytes / 2**20,
-        pages, config.cache.page_size, max_model_len,
+        "%s on %s in %s, attention %s, policy %s, weights %.1f MiB, KV of %d pages x %d tokens, max_model_len %d",
+        spec.architecture, place.device, place.dtype_name, attention.spec.spec.name, policy.name,
+        decoder.nbytes / 2**20, pages, config.cache.page_size, max_model_len,
     )  # fmt: skip
     return RunningModel(
         config=config,
@@ -213,10 +243,42 @@ def assemble(
         decoder=decoder,
         cache=cache,
         tokenizer=tokenizer,
-        loop=DecodeLoop(decoder.forward, cache, limits),
+        engine=engine,
         attention=attention,
         selections=select.chosen,
     )
+
+
+def choose_policy(config: Config, catalog: Catalog, describe: Callable[[str], str]) -> ChosenPolicy:
+    """Make the policy that a config names; ``auto`` is `AUTO_POLICY` where it is installed, else decode-first.
+
+    Raises:
+        SelectionError: No installed plugin brings it.
+        ConfigError: An option is unknown, or of a kind that the policy does not take.
+    """
+    name = config.scheduler.policy
+    if name == "auto":
+        if AUTO_POLICY not in catalog.policies:
+            return ChosenPolicy()
+        name = AUTO_POLICY
+    chosen = catalog.policy(name)
+    spec, given = chosen.spec, dict(config.scheduler.options)
+    if spec.options is None:
+        if given:
+            raise ConfigError(f"{describe('scheduler.options')}: policy {spec.name!r} has no options")
+        return ChosenPolicy(name=spec.name, lanes=spec.lanes, planner=make(spec.factory, chosen))
+    options = load_factory(spec.options, chosen)
+    known = [attribute.name for attribute in fields(options)]
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{describe('scheduler.options')}: policy {spec.name!r} has no {key!r}; {nearest(key, known)}"
+            )
+    try:
+        filled = options(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{describe('scheduler.options')}: policy {spec.name!r}: {error}") from error
+    return ChosenPolicy(name=spec.name, lanes=spec.lanes, planner=make(spec.factory, chosen, filled))
 
 
 def resolve_place(config: Config, spec: ModelSpec, checkpoint: Checkpoint, catalog: Catalog) -> Place:

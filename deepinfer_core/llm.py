@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from attrs import evolve, frozen
 
 from deepinfer_core.assemble import Progress, RunningModel, assemble
 from deepinfer_core.config import Config, ResolvedConfig, load_config
-from deepinfer_core.engine.loop import Generation
 from deepinfer_core.engine.metrics import RequestMetrics
+from deepinfer_core.engine.outputs import ChoiceResult, RequestHandle, TokenOutput, TokenScore
+from deepinfer_core.engine.score import text_logits
 from deepinfer_core.errors import ConfigError, RequestError
+from deepinfer_core.progress import progress_bar
 from deepinfer_core.registry.catalog import Catalog
 from deepinfer_core.sampling import SamplingParams
-from deepinfer_core.tokenizer import Message, StreamDecoder, Tokenizer
+from deepinfer_core.tokenizer import Message, Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
@@ -40,8 +42,10 @@ class RequestOutput:
         prompt_token_ids: What the model read.
         text: What it wrote; an end token is not shown.
         token_ids: What it generated, an end token included.
-        finish_reason: ``"stop"`` (an end token) or ``"length"``.
+        finish_reason: ``"stop"`` (an end token or a stop string) or ``"length"``.
         metrics: Times: `ttft`, `tpot`, `itl` and more, in seconds.
+        choices: All ``n`` answers; text, tokens, reason and metrics above are those of the first.
+        prompt_scores: Log probabilities of the prompt's tokens, None for the first; empty when not asked for.
     """
 
     prompt: str | None
@@ -50,6 +54,8 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: str
     metrics: RequestMetrics
+    choices: tuple[ChoiceResult, ...]
+    prompt_scores: tuple[TokenScore | None, ...]
 
 
 @frozen(kw_only=True)
@@ -61,12 +67,16 @@ class StreamOutput:
         token_id: The token.
         finish_reason: None until the last one.
         metrics: Times so far.
+        index: Which of the ``n`` answers it belongs to.
+        score: The token's log probability, when asked for.
     """
 
     text: str
     token_id: int
     finish_reason: str | None
     metrics: RequestMetrics
+    index: int = 0
+    score: TokenScore | None = None
 
 
 class LLM:
@@ -103,13 +113,18 @@ class LLM:
         return self.running.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, as many together as memory allows; outputs come in the order of the prompts.
 
         Args:
             prompts: One or several, as text or as token ids.
             params: For all of them, or one each.
+            progress: Show a bar on standard error; by default for several prompts in a terminal.
 
         Raises:
             RequestError: A prompt or a sampling value cannot be served.
@@ -119,10 +134,18 @@ class LLM:
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(several):
             raise RequestError(f"{len(several)} prompts came with {len(each)} SamplingParams; give one, or one each")
-        requests = [self._accept(prompt, p) for prompt, p in zip(several, each, strict=True)]
-        for _ in self.running.loop.run(requests):
-            pass
-        return [self._output(prompt, request) for prompt, request in zip(several, requests, strict=True)]
+        engine = self.running.engine
+        all_ids = [self._ids(prompt) for prompt in several]
+        for ids, p in zip(all_ids, each, strict=True):
+            engine.check(ids, p)  # nothing is computed when one of them cannot be
+        handles = [engine.submit(ids, p) for ids, p in zip(all_ids, each, strict=True)]
+        try:
+            with progress_bar(len(handles), "prompts", shown=progress) as show:
+                engine.drive(lambda: show(sum(handle.done for handle in handles)) == len(handles))
+        except BaseException:
+            self._abort(handles)
+            raise
+        return [self._output(prompt, handle) for prompt, handle in zip(several, handles, strict=True)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamOutput]:
         """Answer one prompt token by token; closing the iterator ends the generation and returns its memory.
@@ -131,8 +154,8 @@ class LLM:
             RequestError: As for `generate`, before the first token.
             CapacityError: Likewise.
         """
-        request = self._accept(prompt, params or SamplingParams())
-        return self._stream(request)
+        handle = self.running.engine.submit(self._ids(prompt), params or SamplingParams())
+        return self._stream(handle)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
@@ -151,55 +174,66 @@ class LLM:
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return float32 logits ``[tokens, vocab]`` on the CPU: row i is what the model says after token i."""
-        return torch.cat([chunk.cpu() for chunk in self.running.loop.score(tokens)])
+        return torch.cat([chunk.cpu() for chunk in self._text_logits(tokens)])
 
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the log probability of each token after the first: float32 ``[tokens - 1]``."""
         targets = torch.tensor(list(tokens[1:]))
         found: list[torch.Tensor] = []
         done = 0
-        for chunk in self.running.loop.score(tokens):
+        for chunk in self._text_logits(tokens):
             rows = chunk.cpu()[: max(0, len(targets) - done)]
             chosen = rows.gather(1, targets[done : done + len(rows), None])
             found.append(chosen[:, 0] - rows.logsumexp(-1))
             done += len(rows)
         return torch.cat(found)
 
-    def _accept(self, prompt: Prompt, params: SamplingParams) -> Generation:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self.running.loop.accept(ids, params)
+    def _text_logits(self, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+        engine = self.running.engine
+        engine.check(tokens, SamplingParams(max_tokens=1))
+        with engine.exclusive():
+            yield from text_logits(self.running.decoder, self.running.cache, tokens, engine.limits.prefill_chunk_tokens)
 
-    def _stream(self, request: Generation) -> Generator[StreamOutput]:
-        decoder = self.tokenizer.stream()
-        run = self.running.loop.run([request])
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _stream(self, handle: RequestHandle) -> Generator[StreamOutput]:
         try:
-            for _, token in run:
-                yield StreamOutput(
-                    text=self._piece(decoder, request, token),
-                    token_id=token,
-                    finish_reason=request.finish_reason,
-                    metrics=request.metrics,
-                )
+            while (output := self._next(handle)) is not None:
+                if output.token is not None:
+                    yield StreamOutput(
+                        text=output.text,
+                        token_id=output.token,
+                        finish_reason=output.finish_reason,
+                        metrics=handle.metrics[output.index],
+                        index=output.index,
+                        score=output.score,
+                    )
         finally:
-            run.close()
+            self._abort([handle])
 
-    def _piece(self, decoder: StreamDecoder, request: Generation, token: int) -> str:
-        """Return the text that a token adds: nothing for an end token, and all that was held back at the end."""
-        ended = request.finish_reason
-        text = "" if ended == "stop" else decoder.push(token)
-        return text if ended is None else text + decoder.finish()
+    def _next(self, handle: RequestHandle) -> TokenOutput | None:
+        self.running.engine.drive(handle.ready)
+        return next(iter(handle), None)
 
-    def _output(self, prompt: Prompt, request: Generation) -> RequestOutput:
-        assert request.finish_reason is not None, "the loop ran every request to its end"
-        decoder = self.tokenizer.stream()
-        shown = request.tokens[:-1] if request.finish_reason == "stop" else request.tokens
+    def _abort(self, handles: Sequence[RequestHandle]) -> None:
+        """End what has not ended, and see it ended: its memory is free when this returns."""
+        running = [handle for handle in handles if not handle.done]
+        for handle in running:
+            handle.abort()
+        self.running.engine.drive(lambda: all(handle.done for handle in running))
+
+    def _output(self, prompt: Prompt, handle: RequestHandle) -> RequestOutput:
+        result = handle.result()
         return RequestOutput(
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=tuple(request.prompt),
-            text="".join([*map(decoder.push, shown), decoder.finish()]),
-            token_ids=tuple(request.tokens),
-            finish_reason=request.finish_reason,
-            metrics=request.metrics,
+            prompt_token_ids=result.prompt_ids,
+            text=result.text,
+            token_ids=result.token_ids,
+            finish_reason=result.finish_reason,
+            metrics=result.choices[0].metrics,
+            choices=result.choices,
+            prompt_scores=result.prompt_scores,
         )
 
 

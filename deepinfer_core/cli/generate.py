@@ -73,7 +73,7 @@ def command(
     llm = LLM(config=resolved)
     prompts = [_prompt_ids(llm, text, chat=chat, system=system) for text in prompt]
     for ids in prompts:
-        llm.running.loop.accept(ids, params)  # say what cannot be before the first answer begins
+        llm.running.engine.check(ids, params)  # say what cannot be before the first answer begins
     for text, ids in zip(prompt, prompts, strict=True):
         if len(prompts) > 1:
             print(f"> {text}")

@@ -116,7 +116,7 @@ def _perplexity(src: Path, dst: Path, catalog: Catalog) -> PerplexityReport:
         for path in (src, dst):
             status.update(f"measuring perplexity of {path}")
             model = LLM(path, catalog=catalog, dtype="float32")
-            window = min(WINDOW, model.running.loop.limits.max_model_len - 1)  # a request leaves room for an answer
+            window = min(WINDOW, model.running.engine.limits.max_model_len - 1)  # a request leaves room for an answer
             value, scored = perplexity(model.score, model.tokenizer.encode(public_domain_text()), window=window)
             found.append(value)
             del model

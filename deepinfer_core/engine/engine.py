@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from deepinfer_core.sampling import SamplingParams
 log = logging.getLogger("deepinfer.engine")
 
 ONE_LANE = (LaneSpec(name="main"),)
+POLL_S = 0.001
+"""Pause between looks at a request that the engine's own thread computes."""
 
 
 class Engine:
@@ -78,12 +81,12 @@ class Engine:
         )
         self.kv = kv
         self.metrics = EngineMetrics()
-        self.overlap = limits.overlap
+        self.limits = limits
         self._model = model
         self._row_tile = row_tile
         self._clock = clock
         self._lanes = Lanes(lanes, kv.device, overlap=limits.overlap)
-        self._limits = evolve(limits, overlap=self._lanes.overlap)
+        self._view_limits = evolve(limits, overlap=self._lanes.overlap)
         self._headroom = Headroom(limits.max_batched_tokens)
         self._planner = Planner(policy, policy_name)
         self._sampler = sampler
@@ -98,6 +101,7 @@ class Engine:
         )
         self._kinds: set[str] = set()  # of the works launched, or in flight at a launch, in this cycle
         self._wake_at: float | None = None
+        self._cycle = threading.RLock()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -105,13 +109,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Run one cycle. False when nothing is left to do, or when the policy wants to be asked again later."""
-        self._intake.drain(self._life)
-        for work in self._prepare(self._plan()):
-            self._launch(work)
-            self._finish(self._lanes.ended())
-        self._finish(self._lanes.ended(wait=True))
-        self._count_cycle()
+        """Run one cycle. False when nothing is left to do, or when the policy wants to be asked again later.
+
+        What ends it by an error (Ctrl-C is one) ends every request; no page is lost, and a later step starts afresh.
+        """
+        try:
+            self._intake.drain(self._life)
+            for work in self._prepare(self._plan()):
+                self._launch(work)
+                self._finish(self._lanes.ended())
+            self._finish(self._lanes.ended(wait=True))
+            self._count_cycle()
+        except BaseException as error:
+            self._lanes.abandon()
+            self._life.fail_everyone(error)
+            raise
         return bool(len(self._life)) and self._wake_at is None
 
     def _plan(self) -> Plan:
@@ -120,7 +132,7 @@ class Engine:
         queues = self._life.queues
         if not len(queues) or not self._lanes.idle:
             return Plan()
-        limits = self._limits
+        limits = self._view_limits
         if self._headroom.tokens < limits.max_batched_tokens:
             limits = evolve(limits, max_batched_tokens=self._headroom.tokens)
         view = build_view(queues, self.kv, self._lanes.views(), limits, self._planner.cost, self._clock())
@@ -246,6 +258,10 @@ class Engine:
         """
         return self._intake.submit(prompt_ids, params or SamplingParams(), id, slo or Slo(), tags, salt, sink)
 
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Return the most tokens that a request may generate, or raise what `submit` would raise for it."""
+        return self._intake.check(prompt_ids, params)
+
     def abort(self, request_id: str) -> None:
         """End a request soon. One that has ended, or never was, is left alone."""
         self._intake.abort(request_id)
@@ -257,10 +273,29 @@ class Engine:
             self._life.queues,
             self.kv,
             self.metrics,
-            overlap=self.overlap,
+            overlap=self.limits.overlap,
             streams=self._lanes.streams,
             inbox=len(self._intake),
         )
+
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Run cycles on the caller's thread until ``done``; where the engine has a thread of its own, wait for that.
+
+        Several threads may drive at once: they take turns.
+        """
+        while not done():
+            if self._thread is not None:
+                time.sleep(POLL_S)
+            else:
+                with self.exclusive():
+                    if not done() and not self.step() and self._wake_at is not None:
+                        time.sleep(max(0.0, self._wake_at - self._clock()))
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold off every cycle, for what must have model and cache to itself."""
+        with self._cycle:
+            yield
 
     # The engine's own thread.
 
@@ -284,17 +319,20 @@ class Engine:
         """Run cycles until `stop`, asleep while there is nothing to do."""
         try:
             while not self._stopping:
-                if not self.step():
+                with self.exclusive():
+                    more = self.step()
+                if not more:
                     self._intake.wait(None if self._wake_at is None else max(0.0, self._wake_at - self._clock()))
         except BaseException as error:
             log.exception("the engine has stopped")
             self._intake.close(error)
-            self._intake.drain(self._life)
+            self._intake.drain(self._life)  # what came in since then
             self._life.fail_everyone(error)
 
     def abort_all(self) -> None:
-        """End every request; for the thread that steps, or when none does."""
-        while works := self._lanes.ended(wait=True):
-            self._finish(works)
-        self._intake.drain(self._life)
-        self._life.abort_everyone()
+        """End every request."""
+        with self.exclusive(), torch.inference_mode():
+            while works := self._lanes.ended(wait=True):
+                self._finish(works)
+            self._intake.drain(self._life)
+            self._life.abort_everyone()

@@ -45,6 +45,10 @@ class Intake:
     def __len__(self) -> int:
         return len(self._messages)
 
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Check a request; see `Admission.check`."""
+        return self._admission.check(prompt_ids, params)
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -60,7 +64,8 @@ class Intake:
         prompt = list(prompt_ids)
         max_tokens = self._admission.check(prompt, params)
         name = f"r{next(self._numbers)}" if request_id is None else request_id
-        handle = RequestHandle(name, prompt, params.n, self.abort, sink)
+        metrics = [RequestMetrics(now, prompt_tokens=len(prompt)) for _ in range(params.n)]
+        handle = RequestHandle(name, prompt, metrics, self.abort, sink)
         state = self._sampler.open(params, prompt)
         choices = [
             Request(
@@ -73,7 +78,7 @@ class Intake:
                 max_tokens=max_tokens,
                 sampler=state.fork(index) if index else state,
                 text=TextStream(self._tokenizer, stop=params.stop, min_tokens=params.min_tokens),
-                metrics=RequestMetrics(now, prompt_tokens=len(prompt)),
+                metrics=metrics[index],
                 deadline=None if params.deadline_ms is None else now + params.deadline_ms / 1e3,
                 slo=slo,
                 tags=tuple(tags),

@@ -172,6 +172,12 @@ class Lanes:
             self.in_flight.remove(work)
         return done
 
+    def abandon(self) -> None:
+        """Wait for whatever was started and forget it."""
+        self.in_flight.clear()
+        for runner in self._runners.values():
+            runner.drain()
+
     def _busy(self, name: str) -> float | None:
         runner = self._runners[name]
         return next((work.started for work in self.in_flight if self._runners[work.lane] is runner), None)

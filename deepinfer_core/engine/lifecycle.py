@@ -242,11 +242,13 @@ class Lifecycle:
             self.fail(request, CapacityError(text))
 
     def fail_everyone(self, error: BaseException) -> None:
-        """Fail all requests, whatever state they are in; the engine will not go on."""
+        """Fail all requests, whatever state they are in; nothing may be in flight any more."""
         for family in list(self._families.values()):
             failure = GenerationError(f"the engine has stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            family[0].handle.fail(failure)
+            for request in family:
+                request.in_flight = request.healthy = False
+            self.fail(family[0], failure)
 
     def abort_everyone(self) -> None:
         """Abort all requests."""

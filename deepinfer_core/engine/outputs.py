@@ -110,7 +110,7 @@ class RequestHandle:
     Args:
         request_id: The request's id.
         prompt_ids: Its prompt.
-        choices: How many choices it will have.
+        metrics: Times of each of its choices.
         abort: Called by `abort`.
         sink: Gets each output on the scheduler thread, instead of the queue that iteration reads; it must be quick.
     """
@@ -119,7 +119,7 @@ class RequestHandle:
         self,
         request_id: str,
         prompt_ids: Sequence[int],
-        choices: int,
+        metrics: Sequence[RequestMetrics],
         abort: Callable[[str], None],
         sink: Callable[[TokenOutput], None] | None = None,
     ) -> None:
@@ -127,8 +127,9 @@ class RequestHandle:
         self.prompt_ids = tuple(prompt_ids)
         self.error: BaseException | None = None
         self.prompt_scores: list[TokenScore | None] = []
-        self._choices: list[ChoiceResult | None] = [None] * choices
-        self._open = choices
+        self.metrics = tuple(metrics)
+        self._choices: list[ChoiceResult | None] = [None] * len(self.metrics)
+        self._open = len(self.metrics)
         self._outputs: queue.SimpleQueue[TokenOutput | None] = queue.SimpleQueue()
         self.emit = sink or self._outputs.put  # streams one output; for the scheduler thread
         self._abort = abort
@@ -138,6 +139,10 @@ class RequestHandle:
     def done(self) -> bool:
         """True when every choice has ended."""
         return self._done.is_set()
+
+    def ready(self) -> bool:
+        """Return True when the next output, or the end, can be had without waiting."""
+        return not self._outputs.empty()
 
     def abort(self) -> None:
         """Ask the engine to end the request; what it has generated so far stays in its result."""

@@ -300,7 +300,8 @@ class KVCache:
         for layer in self.tensors:  # one layer after another: at most one is there twice
             for name, (shape, dtype) in shapes.items():
                 assert shape[0] == target, f"KV tensor {name!r} must have pages first, got shape {shape}"
-                grown = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+                with torch.inference_mode(False):  # so that it may be written in either mode
+                    grown = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
                 if name in layer:
                     grown[: layer[name].shape[0]] = layer[name]
                 layer[name] = grown

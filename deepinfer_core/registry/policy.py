@@ -7,7 +7,7 @@ from deepinfer_core.registry.catalog import Catalog, Registered
 
 
 def resolve_policy(catalog: Catalog, name: str) -> Registered[SchedulingPolicySpec] | None:
-    """Return the policy of that name, or None for ``auto``: core's plain decode loop, which needs no plugin.
+    """Return the policy of that name, or None for ``auto``, which `assemble` turns into one that is installed.
 
     Raises:
         SelectionError: The name is not registered: with the nearest, the ``pip install`` line, or what the installed

@@ -160,5 +160,5 @@ def test_config_object_is_taken_as_it_is(tiny_chat_model: Path) -> None:
 
 def test_context_is_cut_to_what_memory_holds_when_nobody_asked_for_more(tiny_chat_model: Path) -> None:
     made = LLM(tiny_chat_model, device="cpu", kv_memory="64KiB")
-    assert made.running.loop.limits.max_model_len < 256
-    assert made.running.loop.limits.max_model_len % 16 == 0
+    assert made.running.engine.limits.max_model_len < 256
+    assert made.running.engine.limits.max_model_len % 16 == 0

@@ -46,9 +46,6 @@ POLICIES = (
     ),
 )
 
-SERVED: tuple[SchedulingPolicySpec, ...] = ()
-"""What is listed: becomes ``POLICIES`` with the engine that runs plans; no policy is listed that does not work."""
-
 
 @hookimpl
 def deepinfer_plugin_info() -> PluginInfo:
@@ -59,4 +56,4 @@ def deepinfer_plugin_info() -> PluginInfo:
 @hookimpl
 def deepinfer_scheduling_policies() -> Iterable[SchedulingPolicySpec]:
     """Return the policies."""
-    return SERVED
+    return POLICIES
