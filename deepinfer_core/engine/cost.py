@@ -69,7 +69,8 @@ class OnlineCost:
 
     The first steps only scale the prior by the median of measured over predicted, so one slow first step (memory,
     compilation) does not spoil the fit. After that a step far from its prediction counts less the farther it is, unless
-    most are: then what is taken for far grows, and the fit follows. Errors count relative to the step's size.
+    most are: then what is taken for far grows, and the fit follows. The first steps that tell a price, such as chunks
+    after many decodes, are not taken for odd ones. Errors count relative to the step's size.
 
     Args:
         prior: Prices to begin with; they stay for what steps never vary.
@@ -79,6 +80,9 @@ class OnlineCost:
     WARM_UP = 5
     FAR = 3.0  # typical errors
     LEAST_ERROR = 0.02  # of a step: what is nearer than this is never far
+    NEWS = 0.25  # of all that is known of a price: the first four steps that tell it
+    MATTERS = 0.1  # of a step: a price of less is not told by it
+    PLAUSIBLE = 9.0  # error of a price that was only guessed
     PRIOR_WEIGHT = 0.01  # of one step, for each price
     REFIT_EVERY = 16  # steps, where nobody asks in between: the weights of the next ones look at the fit
 
@@ -124,12 +128,12 @@ class OnlineCost:
 
     def _add(self, step: StepFeedback) -> None:
         predicted = _predict(self._fit, step)
-        error = abs(step.ms / predicted - 1)
-        far = self.FAR * max(self._typical, self.LEAST_ERROR)
-        weight = 1.0 if error <= far else far / error
-        self._typical += 0.1 * (min(error, 2 * far) - self._typical)
         amounts = self._prior.amounts(step.prefill_tokens, step.decode_rows, step.context)
         parts = [unit * amount / predicted for unit, amount in zip(self._units, amounts, strict=True)]
+        error = abs(step.ms / predicted - 1)
+        far = self.FAR * max(self._typical, self.LEAST_ERROR)
+        weight = 1.0 if error <= far or (error <= self.PLAUSIBLE and self._is_news(parts)) else far / error
+        self._typical += 0.1 * (min(error, 2 * far) - self._typical)
         for i, part in enumerate(parts):
             row = self._normal[i]
             for j, other in enumerate(parts):
@@ -139,11 +143,18 @@ class OnlineCost:
         if self._unfitted >= self.REFIT_EVERY:
             self._refit()
 
+    def _is_news(self, parts: list[float]) -> bool:
+        """Whether a step is among the first to tell a price: what is far from a guess is no outlier."""
+        known = (self._normal[i][i] + self.PRIOR_WEIGHT for i in range(4))
+        return self.steps > self.WARM_UP and any(
+            part > self.MATTERS and part * part > self.NEWS * seen for part, seen in zip(parts, known, strict=True)
+        )
+
     def _refit(self) -> None:
-        """Solve for each price as a multiple of the prior's, at least 0, drawn weakly towards 1."""
+        """Solve for each price, at least 0, drawn weakly to what it was: one that steps do not tell stays."""
         normal = [row[:] for row in self._normal]
         target = self._target[:]
-        for i, (price, unit) in enumerate(zip(self._prior.prices, self._units, strict=True)):
+        for i, (price, unit) in enumerate(zip(self._fit.prices, self._units, strict=True)):
             normal[i][i] += self.PRIOR_WEIGHT
             target[i] += self.PRIOR_WEIGHT * price / unit
         multiples = _solve_not_negative(normal, target)

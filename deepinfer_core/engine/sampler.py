@@ -8,6 +8,7 @@ top-k, top-p of what is left, min-p; then one uniform number against the cumulat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,8 @@ class Sampler:
         best, tokens = logits.max(dim=-1)
         for group in batch.groups:
             tokens[group.rows] = group.choose(logits[group.rows], best[group.rows])
+        if not batch.reported and tokens.device.type == "cpu":  # reading twice is cheaper here than one more operation
+            return [Sampled(t if isfinite(b) else None) for t, b in zip(tokens.tolist(), best.tolist(), strict=True)]
         tokens = tokens.masked_fill(~best.isfinite(), -1)
         if not batch.reported:
             return [Sampled(token if token >= 0 else None) for token in tokens.tolist()]

@@ -68,7 +68,12 @@ class PlanBuilder:
     def decode_rows(self) -> tuple[Item, ...]:
         """Take one token of every decoding request that can get its page; at most ``max_batched_tokens`` of them."""
         most = self.view.limits.max_batched_tokens
-        ready = [r for r in self.view.decoding if self._plannable(r)]
+        ready = [r for r in self.view.decoding if not r.in_flight and r.id not in self._taken]
+        needed = sum([r.new_pages(1, self._page) for r in ready])
+        if len(ready) <= most and needed <= self.free and not self._preempted:  # nearly always: no order to keep
+            self.free -= needed
+            self._taken |= {r.id: 1 for r in ready}
+            return tuple([(r.id, 1) for r in ready])
         if len(ready) > most:
             ready = sorted(ready, key=turn)[:most]
         return tuple(

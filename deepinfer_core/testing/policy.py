@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -109,10 +110,17 @@ class PolicySuite:
         first = result.served["new"].token_times[0]
         assert sum(newcomer.at < (work.launched_at or 0) < first for work in result.works) <= 8 * FEW_WORKS
 
+    def test_admitted_prompts_go_on_while_one_that_does_not_fit_waits(self) -> None:
+        """A waiting prompt holds back those behind it, never those that were admitted before it."""
+        rng = random.Random(0)
+        trace = [Arrival(id=f"r{i}", at=0.0, prompt_tokens=rng.randint(1, 60), max_tokens=20) for i in range(40)]
+        limits = evolve(LIMITS, page_size=8, prefill_chunk_tokens=24)
+        Simulator(self.make(), limits=limits, total_pages=30, lanes=self.spec.lanes, patience=60).run(trace)
+
     def test_low_priority_waits_but_not_for_ever(self) -> None:
         """A flow of urgent requests delays a plain one, and does not starve it."""
         urgent = [Arrival(id=f"u{i}", at=i * 0.06, prompt_tokens=100, max_tokens=3, priority=1) for i in range(300)]
-        plain = Arrival(id="plain", at=0.0, prompt_tokens=60, max_tokens=20)
+        plain = Arrival(id="plain", at=0.0, prompt_tokens=12, max_tokens=20)
         served = self.simulate([plain, *urgent]).served
         assert served["plain"].token_times[-1] < served["u299"].token_times[-1]
 

@@ -345,16 +345,16 @@ class Simulator:
             self._launch(lane)
 
     def _count_passed(self) -> None:
-        free = self._total - sum(r.pages for r in self._live.values())
-        admitted = sum(r.phase != "waiting" for r in self._live.values())
         views = [r.view() for r in self._live.values()]
         page = self._limits.page_size
-        free -= admitted + sum(v.new_pages(v.remaining_prefill, page) for v in views if v.phase == "prefill")
-        needs = {v.id: v.new_pages(v.remaining_prefill + 1, page) for v in views}
+        admitted = [v for v in views if v.phase != "waiting"]
+        free = self._total - sum(v.pages for v in views) - len(admitted)  # each may need a page for its next token
+        rest = free - sum(v.new_pages(v.remaining_prefill, page) for v in admitted)
         # A policy may keep one that does not fit from being passed by those behind it.
-        full = any(v.phase == "waiting" and needs[v.id] > free for v in views) or admitted >= self._limits.max_requests
-        for request in self._live.values():
-            blocked = full if request.phase == "waiting" else needs[request.arrival.id] > free
+        full = len(admitted) >= self._limits.max_requests
+        full |= any(v.phase == "waiting" and v.new_pages(v.remaining_prefill + 1, page) > rest for v in views)
+        for request, view in zip(self._live.values(), views, strict=True):
+            blocked = full if view.phase == "waiting" else view.new_pages(1, page) > free
             request.passed = 0 if blocked or request.in_flight else request.passed + 1
             if request.passed > self._patience:
                 name, phase = request.arrival.id, request.phase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_core.errors import ConfigError
@@ -41,3 +42,24 @@ def share(_: object, attribute: Attribute[Any], value: object) -> None:
     """
     if type(value) not in (int, float) or not 0 < value <= 1:  # type: ignore[operator]
         raise ConfigError(f"[scheduler.options] {attribute.name} = {value!r}: it must be above 0 and at most 1")
+
+
+def given(_: object, attribute: Attribute[Any], value: object) -> None:
+    """Accept anything but None.
+
+    Raises:
+        ConfigError: It is None.
+    """
+    if value is None:
+        raise ConfigError(f"[scheduler.options] {attribute.name} = None: this policy cannot do without it")
+
+
+def one_of(*names: str) -> Callable[[object, Attribute[Any], object], None]:
+    """Return a check that accepts one of these names and raises ConfigError for others."""
+
+    def check(_: object, attribute: Attribute[Any], value: object) -> None:
+        if value not in names:
+            known = ", ".join(names)
+            raise ConfigError(f"[scheduler.options] {attribute.name} = {value!r}: it must be one of {known}")
+
+    return check

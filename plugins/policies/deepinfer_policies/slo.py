@@ -6,7 +6,6 @@ import math
 from typing import Literal
 
 from attrs import field, frozen
-from attrs.validators import in_
 
 from deepinfer_core.plugin_api import EngineView, Plan, PlanBuilder, RequestView, StepFeedback
 from deepinfer_core.plugin_api.planning import seniority, turn
@@ -29,8 +28,8 @@ class SloOptions:
     ttft_ms: float | None = field(default=None, validator=check.milliseconds)
     tpot_p95_ms: float | None = field(default=50.0, validator=check.milliseconds)
     max_itl_ms: float | None = field(default=100.0, validator=check.milliseconds)
-    style: Literal["mixed", "sliced"] = field(default="mixed", validator=in_(("mixed", "sliced")))
-    margin: float = field(default=0.95, validator=check.share)
+    style: Literal["mixed", "sliced"] = field(default="mixed", validator=check.one_of("mixed", "sliced"))
+    margin: float = field(default=0.9, validator=check.share)
 
 
 class SloPolicy:
@@ -78,7 +77,9 @@ class SloPolicy:
         longest = min(self._until_gap_ms(view, r) for r in decoding) - before_ms
         steady = min(longest, min(self._saved_ms(view, r) for r in decoding) - before_ms)
         tokens = largest_chunk(view, head, room, steady, beside)
-        if steady < longest and self._late(view, prefills, tokens, steady + before_ms):
+        read = sum(r.start + 1 for r in beside) + head.start + tokens
+        step_ms = before_ms + view.cost.predict_ms(tokens, len(beside), read)
+        if steady < longest and self._late(view, prefills, tokens, step_ms):
             return largest_chunk(view, head, room, longest, beside)
         return tokens
 

@@ -17,7 +17,7 @@ class TimeSlicedOptions:
         slice_ms: What a prefill forward may take while requests decode; without any it takes a whole chunk.
     """
 
-    slice_ms: float = field(default=50.0, validator=check.milliseconds)
+    slice_ms: float = field(default=50.0, validator=[check.given, check.milliseconds])
 
 
 class TimeSliced:

@@ -97,6 +97,15 @@ def test_a_device_that_becomes_three_times_slower_is_followed() -> None:
     assert _worst(cost, slow) < 0.2
 
 
+def test_the_first_chunks_after_many_decodes_are_no_outliers() -> None:
+    cost = OnlineCost(evolve(CARD, prefill_token_ms=0.05))
+    for i in range(60):
+        cost.observe(_step(CARD, 0, 4, 1000 + 4 * i))
+    for i in range(3):
+        cost.observe(_step(CARD, 512, 4, 1500 + 512 * i))
+    assert cost.predict_ms(512, 4, 2000) == pytest.approx(CARD.predict_ms(512, 4, 2000), rel=0.1)
+
+
 def test_prices_are_never_negative() -> None:
     cost = OnlineCost(CARD)
     for context in range(100, 8000, 100):  # the longer the context, the faster: no price can say that
