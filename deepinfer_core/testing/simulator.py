@@ -28,6 +28,8 @@ from deepinfer_core.plugin_api import (
 )
 from deepinfer_core.testing.trace import Arrival, Served, SimulationResult, WorkRecord
 
+__all__ = ["PolicyError", "Sharing", "Simulator", "StepCost"]
+
 SOON = 1e-9
 """Seconds that are taken for no time at all."""
 

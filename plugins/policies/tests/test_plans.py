@@ -13,8 +13,8 @@ from deepinfer_policies.serial import Serial, SerialOptions
 from deepinfer_policies.slo import SloOptions, SloPolicy
 from deepinfer_policies.time_sliced import TimeSliced, TimeSlicedOptions
 
-from deepinfer_core.engine.cost import StepCost
 from deepinfer_core.plugin_api import EngineView, LaneView, Limits, Plan, RequestView, SchedulingPolicy
+from deepinfer_core.testing.simulator import StepCost
 
 LIMITS = Limits(max_batched_tokens=256, max_requests=8, prefill_chunk_tokens=64, page_size=16, max_model_len=4096)
 

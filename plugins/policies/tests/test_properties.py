@@ -10,9 +10,8 @@ from deepinfer_policies.plugin import POLICIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_core.engine.cost import StepCost
 from deepinfer_core.plugin_api import Limits, SchedulingPolicySpec, Slo
-from deepinfer_core.testing.simulator import Sharing, Simulator
+from deepinfer_core.testing.simulator import Sharing, Simulator, StepCost
 from deepinfer_core.testing.trace import Arrival
 
 

@@ -13,9 +13,8 @@ from deepinfer_policies.serial import Serial, SerialOptions
 from deepinfer_policies.slo import SloOptions, SloPolicy
 from deepinfer_policies.time_sliced import TimeSliced, TimeSlicedOptions
 
-from deepinfer_core.engine.cost import StepCost
 from deepinfer_core.plugin_api import Limits, SchedulingPolicy
-from deepinfer_core.testing.simulator import Simulator
+from deepinfer_core.testing.simulator import Simulator, StepCost
 from deepinfer_core.testing.trace import Arrival, SimulationResult, streams
 
 CARD = StepCost.small_card()
