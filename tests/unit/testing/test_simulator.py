@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepinfer_core.engine.cost import StepCost
 from deepinfer_core.engine.validate import decode_first
@@ -250,6 +253,35 @@ def test_as_in_the_engine_the_built_in_plan_takes_over_and_everyone_is_served(
     result = _simulate(streams(6, prompt_tokens=60, max_tokens=6), plan, pages=12, replace_faults=True)
     assert {fault for _, fault in result.faults} >= {rule}
     assert all(served.complete for served in result.served.values())
+
+
+class _Fuzz:
+    """Plans at random, from what exists and what does not; the same for the same view."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, view: EngineView) -> Plan:
+        live = [*view.waiting, *view.prefilling, *view.decoding]
+        rng = random.Random(repr((self._seed, view.now, [(r.id, r.computed, r.in_flight) for r in live])))
+
+        def items() -> tuple[tuple[str, int], ...]:
+            some = rng.sample(live, rng.randint(0, min(3, len(live))))
+            return tuple((r.id, 1 if rng.random() < 0.6 else rng.randint(0, 40)) for r in some)
+
+        lanes = [rng.choice(["decode", "decode", "prefill", "nowhere"]) for _ in range(rng.randint(0, 3))]
+        works = tuple(PlannedWork(lane=lane, items=items()) for lane in lanes)
+        preempt = tuple(r.id for r in live if rng.random() < 0.02)
+        return Plan(works=works, preempt=preempt, wake_at=rng.choice([None, view.now, view.now + 0.02]))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_no_plan_however_wild_breaks_the_rules_of_the_engine(seed: int) -> None:
+    trace = random_trace(seed, requests=6, longest=60, span_s=0.5)
+    pages = -(-max(a.prompt_tokens + a.max_tokens for a in trace) // 16) + seed % 5
+    result = _simulate(trace, _Fuzz(seed), pages=pages, lanes=TWO_LANES, replace_faults=True, patience=10_000)
+    assert all(served.complete or served.aborted for served in result.served.values())
 
 
 def test_the_built_in_plan_passes_on_two_lanes_and_small_pools() -> None:
