@@ -330,3 +330,22 @@ def test_changing_the_batch_between_steps_changes_nothing_for_a_row() -> None:
     assert tokens(c, a, b)[1:] == ab
     assert tokens(a) == ab[:1]
     assert sampler.sample(logits[:0], []) == []
+
+
+@pytest.mark.gpu
+def test_a_card_chooses_what_the_cpu_chooses() -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(256, 5000) * 3
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {"7": 4.0}},
+        {"temperature": 1.0, "logprobs": 3},
+        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_tokens": 2, "stop_token_ids": [1, 2, 3]},
+    ]
+    sampler = Sampler(end_ids=[0])
+    states = [sampler.open(_params(seed=i, **options[i % 4]), [5, 6, 7]) for i in range(256)]
+    logits[17, 3] = NAN
+    here, there = sampler.sample(logits, states), sampler.sample(logits.cuda(), states)
+    assert here[17] == there[17] == Sampled(None)
+    same = sum(a.token == b.token for a, b in zip(here, there, strict=True))
+    assert same >= 254  # exp differs in its last bit, which may move a draw that falls on an edge
