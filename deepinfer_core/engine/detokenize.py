@@ -30,7 +30,8 @@ class Detokenizer:
     """Decodes one answer token by token; joined pieces equal ``decode`` of all its tokens.
 
     New tokens are decoded behind some that are shown already, so that a decoder which strips the first space of what it
-    is given (SentencePiece's) strips the answer's first alone.
+    is given (SentencePiece's) strips the answer's first alone. Once a token shows its first space with none before it,
+    the decoder is known not to strip, and each token is decoded by itself.
 
     Args:
         tokenizer: Decodes ids.
@@ -40,12 +41,15 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Decodes, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = list(context)
-        self._shown = tokenizer.decode(self._window) if context else ""
-        if REPLACEMENT in self._shown:  # a prompt that ends within a character: its bytes are no part of the answer
-            self._window, self._shown = [], ""
-        self._whole, self._whole_text = len(self._window), self._shown  # up to here all is shown
+        self._alone = False  # whether the first space of what is decoded is known to be kept
         self._held = 0
+        self._window: list[int] = []
+        self._shown = self._whole_text = ""  # what of the window's text is shown; what was when last all of it was
+        self._whole = 0  # tokens of the window when last all was shown
+        before = tokenizer.decode(context) if context else ""
+        cut = REPLACEMENT in before  # a prompt that ends within a character: its bytes are no part of the answer
+        if not cut:
+            self._show_from(list(context), before)
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that became certain."""
@@ -59,8 +63,12 @@ class Detokenizer:
         piece = text[len(shown) : len(text) - self._held]
         self._shown = shown + piece
         if not self._held:
+            if not self._alone and piece.startswith(" ") and len(self._window) == self._whole + 1:
+                self._alone = self._tokenizer.decode([token]) == piece
             self._whole, self._whole_text = len(self._window), self._shown
-        if len(self._window) >= (LONG_WINDOW if self._held else WINDOW):
+        if self._alone and not self._held:
+            self._show_from([])
+        elif len(self._window) >= (LONG_WINDOW if self._held else WINDOW):
             self._move_on()
         return piece
 
@@ -69,14 +77,20 @@ class Detokenizer:
         held, self._held = self._held, 0
         return REPLACEMENT if held else ""
 
+    def _show_from(self, window: list[int], shown: str = "") -> None:
+        """Decode behind these tokens from now on, all of whose text is shown."""
+        self._window, self._shown = window, shown
+        self._whole, self._whole_text = len(window), shown
+
     def _move_on(self) -> None:
         """Start the window at the latest token from which on the end of the shown text is decoded all the same."""
         for start in range(len(self._window) - 1, 0, -1):
             text = self._tokenizer.decode(self._window[start:])
             shown = text[: max(0, len(text) - self._held)]
             if shown.strip() and self._shown.endswith(shown):
-                self._window, self._shown = self._window[start:], shown
-                self._whole, self._whole_text = (0, "") if self._held else (len(self._window), shown)
+                self._show_from(self._window[start:], shown)
+                if self._held:
+                    self._whole, self._whole_text = 0, ""
                 return
 
 
