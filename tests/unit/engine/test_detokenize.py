@@ -116,6 +116,22 @@ def test_spaces_are_kept_by_a_stripping_decoder() -> None:
     assert "".join(_stream(Detokenizer(tokenizer), [2, *[3] * 30, 4])) == "a" + " " * 31 + "b"
 
 
+@pytest.mark.parametrize(("strips", "longest"), [(False, 1), (True, 8)])
+def test_tokens_are_decoded_by_themselves_where_first_spaces_are_kept(strips: bool, longest: int) -> None:
+    lengths: list[int] = []
+
+    class Recording(_Bytes):
+        def decode(self, ids: Sequence[int], /) -> str:
+            lengths.append(len(ids))
+            text = super().decode(ids)
+            return text.removeprefix(" ") if strips else text
+
+    decoder = Detokenizer(Recording(b"a", b" b"))
+    pieces = [decoder.push(256 + (i % 2)) for i in range(50)]
+    assert "".join(pieces) == "a b" * 25
+    assert max(lengths[6:]) == longest
+
+
 def test_a_special_token_in_the_middle_does_not_eat_the_next_space() -> None:
     tokenizer = _Pieces("▁x")
     ids = [0] + [-1] * 20 + [0] * 20
