@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepinfer_core.kernels.cuda import CudaKernel
-from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Plan, Shape, stream_plan, tile_plan
+from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Plan, Shape, best_plan, stream_plan, tile_plan
 from deepinfer_core.kernels.struct_launch import StructLaunch, dependent_launch_available
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _StreamArgs(ctypes.Structure):
 
 
 class _TileArgs(ctypes.Structure):
-    _fields_ = (*_POINTERS, *((name, ctypes.c_int) for name in (*_INTS, "cut0")))
+    _fields_ = (*_POINTERS, *((name, ctypes.c_int) for name in (*_INTS, "cut0", "cut1")))
 
 
 def shape_of(problem: LinearProblem, bits: int) -> Shape:
@@ -66,11 +66,11 @@ class MmaLinear:
         problem: The layer.
         bits: Bits of a code.
         csrc: Folder of ``mma_stream.cu`` and ``mma_tile.cu``.
-        planner: `stream_plan` or `tile_plan`.
+        planner: `best_plan`, `stream_plan` or `tile_plan`.
     """
 
     def __init__(
-        self, problem: LinearProblem, bits: int, csrc: Path, planner: Callable[[Shape, int], Plan] = stream_plan
+        self, problem: LinearProblem, bits: int, csrc: Path, planner: Callable[[Shape, int], Plan] = best_plan
     ) -> None:
         self.problem = problem
         self.shape = shape_of(problem, bits)
@@ -137,9 +137,9 @@ class MmaLinear:
         args = _StreamArgs() if plan.kind == "mma_stream" else _TileArgs()
         args.m, args.n, args.k = m, self.problem.n, self.problem.k
         args.tiles16, args.units = self.shape.tiles, self.shape.units
-        args.cut0 = plan.cut[0]
+        args.cut0, args.cut1 = plan.cut
         if isinstance(args, _StreamArgs):
-            args.cut1, args.early = plan.cut[1], int(self._dependent)
+            args.early = int(self._dependent)
         launch = StructLaunch(
             int(function.ptr), plan.grid, plan.threads, plan.shared_bytes, args, dependent=self._dependent
         )
@@ -216,4 +216,13 @@ def decode_rows(problem: LinearProblem) -> int:
     return max(16, min(-(-problem.n // 16) * 16, budget // (problem.k * 2) // 16 * 16))
 
 
-__all__ = ["MmaDecodeMatmul", "MmaLinear", "decode_rows", "plan_bytes", "shape_of", "stream_plan", "tile_plan"]
+__all__ = [
+    "MmaDecodeMatmul",
+    "MmaLinear",
+    "best_plan",
+    "decode_rows",
+    "plan_bytes",
+    "shape_of",
+    "stream_plan",
+    "tile_plan",
+]

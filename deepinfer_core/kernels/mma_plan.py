@@ -12,8 +12,9 @@ SHARED_LIMIT = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0)
 TICKET_BYTES = 64 * 1024
 """Head of the workspace: arrival counters, zero before and after every launch."""
 
-STREAM_ROWS = 16
-"""Above, shared memory holds too few k of x: M = 30 of 37888 x 3584 took 47.6 us here and 40.9 in the tile kernel."""
+STREAM_ROWS, STREAM_WORK = 16, 40_000
+"""Up to 8 rows the stream kernel is ahead everywhere; up to 16 on layers of this many records, where it took 24.1 us
+against 27.9 (37888 x 3584, M = 16); on smaller ones the tile kernel is (5632 x 2048: 5.2 against 6.9)."""
 
 _SPLIT_COST = 48
 """Records a block could stream in the 1.5 us that a sum over slices takes (3584 x 18944, M = 1, H200)."""
@@ -75,7 +76,8 @@ class Plan:
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
         partial_bytes: Workspace for FP32 sums, behind the tickets.
-        cut: What the kernel's arguments say about the cut: (tiles a block, records a slice) or (units a block,).
+        cut: What the kernel's arguments say about the cut: (tiles a block, records a slice) or (steps a feature
+            tile, steps a block).
     """
 
     kind: str
@@ -84,17 +86,18 @@ class Plan:
     threads: int
     shared_bytes: int
     partial_bytes: int
-    cut: tuple[int, ...]
+    cut: tuple[int, int]
 
 
 def stream_plan(shape: Shape, m: int) -> Plan:
     """Plan the kernel that keeps activations in shared memory; serves any M, in steps of up to 32 rows."""
     row_tiles = min(-(-m // 8), 4)
-    # W3 in pairs of feature tiles: 17.0 us against 18.1 singly at 1 x 37888 x 3584; W4: 20.7 against 19.8.
-    pair = 2 if shape.bits == 3 and row_tiles == 1 and shape.tiles >= 2 * shape.sms else 1
+    # Pairs of feature tiles share the activations a warp loads. M = 1, H200, in pairs and singly: W3 37888 x 3584 16.3
+    # and 18.1 us; W4 22016 x 2048 8.1 and 8.4, but 37888 x 3584 at M = 8 21.1 and 20.6.
+    top = 1 << 30 if shape.bits == 3 else 16 * shape.sms
+    pair = 2 if row_tiles == 1 and 2 * shape.sms <= shape.tiles < top else 1
     warps = 16 if shape.shared_limit >= 160 * 1024 else 8
     depth = 3  # 4 and 6 are no faster at 16 warps a block, and cost 16 KB each
-    blocks = 2 if row_tiles == 1 and pair == 1 and warps == 16 else 1
     best: tuple[float, int, int, int, int] | None = None
     tile_groups = -(-shape.tiles // pair)
     for slices in range(1, shape.units + 1):
@@ -113,6 +116,9 @@ def stream_plan(shape: Shape, m: int) -> Plan:
             break
     assert best is not None, "a slice of one record always fits"
     _, slices, slice_units, per_block, shared = best
+    # One block an SM where it is large: with two, a dependent launch's blocks double up on the first free SMs (22016 x
+    # 2048, M = 1: 12.7 us, and 8.4 so).
+    blocks = 2 if warps == 8 and shared <= 49 * 1024 else 1
     columns, chunks = -(-tile_groups // per_block), -(-m // (8 * row_tiles))
     partial = columns * slices * chunks * per_block * pair * FEATURES * row_tiles * 8 * 4 if slices > 1 else 0
     assert columns * chunks * 4 <= TICKET_BYTES
@@ -127,36 +133,59 @@ def stream_plan(shape: Shape, m: int) -> Plan:
     )
 
 
-def tile_plan(shape: Shape, m: int) -> Plan:
-    """Plan the stream-K kernel: M from about 17, symmetric codes."""
-    row_tiles = min(-(-m // 8), 8)
+def best_plan(shape: Shape, m: int) -> Plan:
+    """Plan whichever kernel measured faster for this many rows."""
+    few = m <= 8 or (m <= STREAM_ROWS and shape.tiles * shape.units >= STREAM_WORK)
+    return stream_plan(shape, m) if few or shape.zeros else tile_plan(shape, m)
+
+
+def tile_variant(shape: Shape, row_tiles: int) -> tuple[int, int, int, int, int]:
+    """Return (feature tiles a warp, warps, warps a feature tile, stages, blocks an SM).
+
+    Measured on an H200, launched dependent, M = 30, microseconds, beside one warp a feature tile: 37888 x 3584 40.6
+    (41.7), 3584 x 18944 25.9 (27.5), 22016 x 2048 15.8 (18.6), 5632 x 2048 7.3 (8.5), 2048 x 2048 5.6 (6.0 with three
+    warps), 3584 x 3584 9.8, 4608 x 3584 11.0, 2048 x 5632 9.8 (10.2). M = 16: 3584 x 18944 17.9. M = 64: 70.6, 41.1.
+    """
     work = shape.tiles * shape.units
-    # Measured on an H200 at M = 30: 2 tiles a warp 41.7 us at 37888 x 3584 and 28.0 at 3584 x 18944; 1 tile 9.2 and
-    # 11.1 at 5632 x 2048 and 2048 x 5632 (2: from 10.7). 4 tiles: 40.9 on the first, but BF16 spills. At M = 64, 2
-    # tiles: 71.6 and 42.0 on the two big ones.
-    if work < 20_000:
-        tiles, stages, blocks = 1, 3 if row_tiles > 4 else 4, 3
-    else:
-        tiles, stages, blocks = 2, 3, 3 if row_tiles <= 4 else 2
-    shared = stages * row_tiles * 8 * 320
-    if shape.shared_limit < 128 * 1024:  # one block of four warps would leave 8.6 idle; two must fit
-        stages = 3 if row_tiles <= 5 else 2
-        shared = stages * row_tiles * 8 * 320
-        blocks = min(blocks, max(1, shape.shared_limit // (shared + 1024)))
-    warps = 4
+    tight = shape.bf16 or shape.group_rows > 1  # more constants or scales to hold: the larger variants would spill
+    if shape.shared_limit < 128 * 1024:
+        return 1, 4, 1, 3 if row_tiles <= 5 else 2, 2
+    if work >= 20_000:
+        if row_tiles <= 2:
+            return 2, 8, 2, 3, 1 if tight else 2
+        if row_tiles <= 4:
+            return 2, 8 if tight else 12, 2, 3, 1
+        return (1, 8, 2, 2, 1) if tight else (2, 4, 1, 3, 2)
+    if row_tiles > 4:
+        return (1, 8, 2, 2, 1) if tight else (1, 12, 4, 2, 1)
+    if 0.8 * shape.sms <= -(-shape.tiles // 3) <= shape.sms:  # three feature tiles a block and no tile shared
+        return 1, 12, 4, 3, 1
+    return 1, 16 if row_tiles <= 2 or not tight else 12, 4 if work <= 6_500 else 2, 3, 1
+
+
+def tile_plan(shape: Shape, m: int) -> Plan:
+    """Plan the stream-K kernel: M from about 9, symmetric codes."""
+    row_tiles = min(-(-m // 8), 8)
+    tiles, warps, per_tile, stages, blocks = tile_variant(shape, row_tiles)
+    sum_warps = warps // per_tile
+    shared = per_tile * stages * row_tiles * 8 * 320 + (per_tile - 1) * tiles * row_tiles * sum_warps * 512
     chunks = -(-m // (8 * row_tiles))
-    total = -(-shape.tiles // (warps * tiles)) * shape.units
-    share = -(-total // max(1, min(total, shape.sms * blocks // min(chunks, blocks))))
+    steps = -(-shape.units // per_tile)
+    block_tiles = -(-shape.tiles // (sum_warps * tiles))
+    total = block_tiles * steps
+    slots = max(1, shape.sms * blocks // min(chunks, blocks))
+    # Nearly a tile a block: leave them whole. 115 blocks of 132 at 22016 x 2048 took 16.0 us, cut evenly 18.0.
+    share = steps if 0.8 * slots <= block_tiles <= slots else -(-total // min(total, slots))
     count = -(-total // share)
-    assert chunks * (total // shape.units) * 4 <= TICKET_BYTES
+    assert chunks * block_tiles * 4 <= TICKET_BYTES
     return Plan(
         kind="mma_tile",
-        defines=_defines(shape, NT=row_tiles, FT=tiles, WARPS=warps, STAGES=stages, MINB=blocks),
+        defines=_defines(shape, NT=row_tiles, FT=tiles, WARPS=warps, KW=per_tile, STAGES=stages, MINB=blocks),
         grid=(count, 1, chunks),
         threads=warps * 32,
         shared_bytes=shared,
-        partial_bytes=chunks * count * 2 * tiles * row_tiles * warps * 32 * 16,
-        cut=(share,),
+        partial_bytes=chunks * count * 2 * tiles * row_tiles * sum_warps * 32 * 16,
+        cut=(steps, share),
     )
 
 

@@ -95,16 +95,22 @@ DI_DEVICE constexpr int fragment_bias() {
 }
 #endif
 
-// Two equal FP16 or BF16 values of a small integer, in one word.
-DI_DEVICE u32 act_pair(int v) {
-  const u32 h = float_to_act((float)v);
-  return h | (h << 16);
+// Two equal FP16 or BF16 values of a small integer, in one word; worked out by the compiler (a conversion at run time
+// would hold a register a constant).
+DI_DEVICE constexpr u32 act_pair(int v) {
+  const u32 sign = v < 0 ? 0x8000u : 0u, size = v < 0 ? -v : v;
+  if (size == 0) return 0;
+  int e = 0;
+  while (size >> (e + 1)) e++;
+  const u32 half = sign | (BF16 ? (u32)(e + 127) << 7 | ((size << 7 >> e) & 0x7f) : (u32)(e + 15) << 10 | ((size << 10 >> e) & 0x3ff));
+  return half | half << 16;
 }
 
 // Operand whose rows 0-7 hold bias + zero and rows 8-15 ones: one mma gives what the bias adds and sum(x) together.
-template <int F>
-DI_DEVICE void bias_fragment(int zero, u32* a) {
-  a[0] = act_pair(fragment_bias<F, 0>() + zero);
-  a[2] = act_pair(fragment_bias<F, 1>() + zero);
+template <int F, int ZERO>
+DI_DEVICE void bias_fragment(u32* a) {
+  constexpr u32 first = act_pair(fragment_bias<F, 0>() + ZERO), second = act_pair(fragment_bias<F, 1>() + ZERO);
+  a[0] = first;
+  a[2] = second;
   a[1] = a[3] = act_pair(1);
 }

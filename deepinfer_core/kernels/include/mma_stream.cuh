@@ -95,7 +95,7 @@ DI_DEVICE void stage_activations(const StreamArgs& p, u8* xs, int m0, int rows, 
 template <int F>
 DI_DEVICE void bias_step(float* c, u32 b0, u32 b1) {
   u32 a[4];
-  bias_fragment<F>(ZEROS ? 0 : SIGNED_ZERO, a);
+  bias_fragment<F, ZEROS ? 0 : SIGNED_ZERO>(a);
   mma16816(c, a, b0, b1);
 }
 

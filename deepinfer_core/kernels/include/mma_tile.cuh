@@ -3,6 +3,8 @@
 //
 // Every block takes an equal run of units, so no wave is left half empty. A feature tile that several blocks share is
 // finished by the last of them to arrive, which adds the partial sums in block order: the same launch gives the same bits.
+// A step is KW records of k, one for each KW-th of the block's warps, whose sums meet in shared memory: fewer, longer
+// runs a block, so fewer tiles are shared.
 // Symmetric codes only: the bias of the decoded operand is subtracted exactly, on the FMA pipe, which is idle here.
 #pragma once
 #include "decode.cuh"
@@ -19,6 +21,9 @@
 #ifndef WARPS
 #define WARPS 4
 #endif
+#ifndef KW  // warps a feature tile: each takes every KW-th record of k
+#define KW 1
+#endif
 #ifndef STAGES
 #define STAGES 3
 #endif
@@ -30,6 +35,8 @@
 #define GROUP_BYTES (SUBS * 32)
 #define TILE_M (8 * NT)
 #define THREADS (WARPS * 32)
+#define WN (WARPS / KW)
+#define SUM_THREADS (WN * 32)  // those that hold a tile's sums
 #define X_STRIDE 320  // bytes a row of a stage: 256 and 64, so that 16-byte reads of 8 rows hit every bank once
 
 struct TileArgs {
@@ -39,11 +46,12 @@ struct TileArgs {
   u16* y;
   const u16* bias;
   const u16* residual;
-  float* partial;  // [z][block][head, tail][FT * NT][THREADS][4]
+  float* partial;  // [z][block][head, tail][FT * NT][SUM_THREADS][4]
   u32* tickets;    // [z][feature tile], zero before and after
   int m, n, k, ldx;
   int tiles16, units;
-  int share;       // units a block
+  int steps;       // of a feature tile: ceil(units / KW)
+  int share;       // steps a block
 };
 
 #if BITS == 4
@@ -74,11 +82,12 @@ DI_DEVICE piece_t stream_piece(const u8* p) {
 template <int BIAS>
 DI_DEVICE u32 take_off(u32 a) {
   u32 r;
+  constexpr u32 off = act_pair(BF16 ? -(BIAS + SIGNED_ZERO) : BIAS + SIGNED_ZERO);
 #if BF16
   // 8.x has no bf16 subtraction: a * 1 - bias
-  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(0x3f803f80), "r"(act_pair(-(BIAS + SIGNED_ZERO))));
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(0x3f803f80), "r"(off));
 #else
-  asm("sub.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(act_pair(BIAS + SIGNED_ZERO)));
+  asm("sub.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(off));
 #endif
   return r;
 }
@@ -96,26 +105,28 @@ DI_DEVICE void tile_step(float (*c)[4], const u32* w, const uint4* xv) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileArgs p) {
-  extern __shared__ __align__(128) u8 xs[];  // [STAGES][TILE_M][X_STRIDE]
+  extern __shared__ __align__(128) u8 xs[];  // [STAGES][KW][TILE_M][X_STRIDE], then [KW - 1][FT * NT][SUM_THREADS] float4
   __shared__ u32 arrived;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  constexpr int F = WARPS * FT;
-  const int total = (p.tiles16 + F - 1) / F * p.units;
+  const int wn = warp % WN, kw = warp / WN;
+  constexpr int F = WN * FT;
+  const int total = (p.tiles16 + F - 1) / F * p.steps;
   const int u0 = blockIdx.x * p.share, u1 = min(u0 + p.share, total);
   const int m0 = blockIdx.z * TILE_M, rows = min(p.m - m0, TILE_M);
   const u32 xs0 = smem_address(xs);
   const u16* x = p.x + (u64)m0 * p.ldx;
   const bool aligned = ((p.ldx & 7) | (int)((u64)p.x & 15)) == 0;
 
-  int stage_k = u0 % p.units;
+  int stage_k = u0 % p.steps;
   auto load_x = [&](int u, int slot) {
     if (u < u1) {
-      const int k = stage_k * 128;
-      if (++stage_k == p.units) stage_k = 0;
+      const int k = stage_k * (128 * KW);
+      if (++stage_k == p.steps) stage_k = 0;
 #pragma unroll
-      for (int i = threadIdx.x; i < TILE_M * 16; i += THREADS) {
-        const int r = i >> 4, at = k + (i & 15) * 8, left = r < rows ? max(0, min(p.k - at, 8)) : 0;
-        const u32 dst = (slot * TILE_M + r) * X_STRIDE + (i & 15) * 16;
+      for (int i = threadIdx.x; i < KW * TILE_M * 16; i += THREADS) {
+        const int part = i / (TILE_M * 16), r = i / 16 % TILE_M, at = k + part * 128 + (i & 15) * 8;
+        const int left = r < rows ? max(0, min(p.k - at, 8)) : 0;
+        const u32 dst = ((slot * KW + part) * TILE_M + r) * X_STRIDE + (i & 15) * 16;
         const u16* src = x + (u64)r * p.ldx + at;
         if (aligned) {
           copy16_async_part(xs0 + dst, left ? src : p.x, left * 2);
@@ -127,19 +138,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileA
     }
     copy_commit();
   };
-  int fetch_tile = u0 / p.units, fetch_k = u0 - fetch_tile * p.units;
+  int fetch_tile = u0 / p.steps, fetch_k = u0 - fetch_tile * p.steps;
   auto load_w = [&](int u, Unit& b) {
     if (u < u1) {
 #pragma unroll
       for (int f = 0; f < FT; f++) {
-        const u64 record = (u64)min((fetch_tile * WARPS + warp) * FT + f, p.tiles16 - 1) * p.units + fetch_k;
+        // Behind the last record of k, x is zero and the weights do not matter.
+        const u64 record = (u64)min((fetch_tile * WN + wn) * FT + f, p.tiles16 - 1) * p.units +
+                           (KW == 1 ? fetch_k : min(fetch_k * KW + kw, p.units - 1));
         const u8* c = p.codes + record * CODE_BYTES + lane * sizeof(piece_t);
 #pragma unroll
         for (int i = 0; i < PIECES; i++) b.codes[f][i] = stream_piece(c + i * (32 * sizeof(piece_t)));
 #pragma unroll
         for (int s = 0; s < SUBS; s++) b.scales[f][s] = *(const u32*)(p.groups + record * GROUP_BYTES + s * 32 + g * 4);
       }
-      if (++fetch_k == p.units) {
+      if (++fetch_k == p.steps) {
         fetch_k = 0;
         fetch_tile++;
       }
@@ -157,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileA
   float acc[FT][NT][4];
 #pragma unroll
   for (int i = 0; i < FT * NT * 4; i++) ((float*)acc)[i] = 0;
-  int slot = 0, tile = u0 / p.units, k = u0 - tile * p.units;
+  int slot = 0, tile = u0 / p.steps, k = u0 - tile * p.steps;
   bool head = true;
 
   auto emit = [&]() {
@@ -165,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileA
     for (int f = 0; f < FT; f++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int n = ((tile * WARPS + warp) * FT + f) * 16 + g + (i >> 1) * 8;
+        const int n = ((tile * WN + wn) * FT + f) * 16 + g + (i >> 1) * 8;
         const float b = p.bias && n < p.n ? act_to_float(p.bias[n]) : 0.0f;
 #pragma unroll
         for (int j = 0; j < NT; j++) {
@@ -182,38 +195,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileA
 
   // Part of a tile: leave it in memory; whoever comes last adds all parts in block order.
   auto meet = [&]() {
-    const int part_floats = FT * NT * THREADS * 4;
+    const int part_floats = FT * NT * SUM_THREADS * 4;
     float* parts = p.partial + (u64)blockIdx.z * gridDim.x * 2 * part_floats + threadIdx.x * 4;
-    float* mine = parts + (u64)(blockIdx.x * 2 + (head ? 0 : 1)) * part_floats;
+    if (kw == 0) {
+      float* mine = parts + (u64)(blockIdx.x * 2 + (head ? 0 : 1)) * part_floats;
 #pragma unroll
-    for (int q = 0; q < FT * NT; q++) *(float4*)(mine + q * (THREADS * 4)) = *(float4*)((float*)acc + q * 4);
-    const int first = tile * p.units / p.share, last = ((tile + 1) * p.units - 1) / p.share;
+      for (int q = 0; q < FT * NT; q++) *(float4*)(mine + q * (SUM_THREADS * 4)) = *(float4*)((float*)acc + q * 4);
+    }
+    const int first = tile * p.steps / p.share, last = ((tile + 1) * p.steps - 1) / p.share;
     __threadfence();
     __syncthreads();
-    u32* ticket = p.tickets + (u64)blockIdx.z * (total / p.units) + tile;
+    u32* ticket = p.tickets + (u64)blockIdx.z * (total / p.steps) + tile;
     if (threadIdx.x == 0) {
       arrived = atomicAdd(ticket, 1u);
       if ((int)arrived == last - first) *ticket = 0;
     }
     __syncthreads();
-    if ((int)arrived != last - first) return;
+    if ((int)arrived != last - first || kw != 0) return;
     __threadfence();
 #pragma unroll
     for (int i = 0; i < FT * NT * 4; i++) ((float*)acc)[i] = 0;
 #pragma unroll 1
     for (int b = first; b <= last; b++) {
-      const float* part = parts + (u64)(b * 2 + (b * p.share >= tile * p.units ? 0 : 1)) * part_floats;
+      const float* part = parts + (u64)(b * 2 + (b * p.share >= tile * p.steps ? 0 : 1)) * part_floats;
 #pragma unroll
-      for (int q = 0; q < FT * NT; q++) {
-        const float4 v = global_load_l2(part + q * (THREADS * 4));
-        float* a = (float*)acc + q * 4;
-        a[0] += v.x;
-        a[1] += v.y;
-        a[2] += v.z;
-        a[3] += v.w;
+      for (int q0 = 0; q0 < FT * NT; q0 += 4) {  // four loads in flight
+        float4 v[4];
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+          if (q0 + q < FT * NT) v[q] = global_load_l2(part + (q0 + q) * (SUM_THREADS * 4));
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+          if (q0 + q < FT * NT) {
+            float* a = (float*)acc + (q0 + q) * 4;
+            a[0] += v[q].x;
+            a[1] += v[q].y;
+            a[2] += v[q].z;
+            a[3] += v[q].w;
+          }
       }
     }
     emit();
+  };
+
+  // Sums of the KW warps of a feature tile, in order, into the first of them.
+  auto gather = [&]() {
+    if (KW == 1) return;
+    float4* red = (float4*)(xs + STAGES * KW * TILE_M * X_STRIDE) + wn * 32 + lane;
+    if (kw > 0) {
+#pragma unroll
+      for (int q = 0; q < FT * NT; q++)
+        red[((kw - 1) * FT * NT + q) * SUM_THREADS] = *(float4*)((float*)acc + q * 4);
+    }
+    __syncthreads();
+    if (kw == 0) {
+#pragma unroll
+      for (int o = 0; o < KW - 1; o++)
+#pragma unroll
+        for (int q = 0; q < FT * NT; q++) {
+          const float4 v = red[(o * FT * NT + q) * SUM_THREADS];
+          float* a = (float*)acc + q * 4;
+          a[0] += v.x;
+          a[1] += v.y;
+          a[2] += v.z;
+          a[3] += v.w;
+        }
+    }
   };
 
   auto step = [&](int u, Unit& b) {
@@ -221,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileA
     __syncthreads();
     const int next = slot + STAGES - 1;
     load_x(u + STAGES - 1, next >= STAGES ? next - STAGES : next);
-    const u8* xr = xs + (slot * TILE_M + g) * X_STRIDE + t * 16;
+    const u8* xr = xs + ((slot * KW + kw) * TILE_M + g) * X_STRIDE + t * 16;
     float c[FT][NT][4];
 #pragma unroll
     for (int h = 0; h < 4; h++) {
@@ -262,12 +309,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_tile(const TileA
     }
     load_w(u + 2, b);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
-    const bool tile_ends = ++k == p.units;
+    const bool tile_ends = ++k == p.steps;
     if (tile_ends || u + 1 == u1) {
-      if (tile_ends && u + 1 - p.units >= u0)
-        emit();
-      else
+      gather();
+      if (!tile_ends || u + 1 - p.steps < u0)
         meet();
+      else if (kw == 0)
+        emit();
 #pragma unroll
       for (int i = 0; i < FT * NT * 4; i++) ((float*)acc)[i] = 0;
       head = false;

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from deepinfer_core.kernels.mma_linear import (
     MmaDecodeMatmul,
     MmaLinear,
+    best_plan,
     plan_bytes,
     shape_of,
     stream_plan,
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 
 CSRC = Path(__file__).parent / "csrc"
 BITS = 3
+
+
+def mma(problem: LinearProblem) -> MmaLinear:
+    """Bind w3a16.mma: stream or tile, whichever measured faster for the row count; zeros always stream."""
+    return MmaLinear(problem, BITS, CSRC, best_plan)
+
+
+def mma_workspace(problem: LinearProblem, m: int) -> int:
+    """Return its workspace in bytes."""
+    return plan_bytes(best_plan, shape_of(problem, BITS), m)
 
 
 def mma_stream(problem: LinearProblem) -> MmaLinear:

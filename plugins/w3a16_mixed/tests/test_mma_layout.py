@@ -55,7 +55,7 @@ def test_merged_layers_are_the_same_as_one(widths):
 
 VARIANTS = [
     (planner, m, zeros, bf16, group)
-    for planner, ms in ((stream_plan, (1, 9, 30)), (tile_plan, (30, 64)))
+    for planner, ms in ((stream_plan, (1, 9, 30)), (tile_plan, (16, 30, 64)))
     for m in ms
     for zeros, bf16, group in ((False, False, 128), (True, False, 32), (False, True, 64))
     if planner is stream_plan or not zeros
@@ -97,6 +97,7 @@ def test_the_decoder_compiles_without_spills(capability):
 
 
 KERNELS = {
+    "mma": (mma_kernels.mma, mma_kernels.mma_workspace),
     "stream": (mma_kernels.mma_stream, mma_kernels.mma_stream_workspace),
     "tile": (mma_kernels.mma_tile, mma_kernels.mma_tile_workspace),
     "decode": (mma_kernels.mma_decode_matmul, mma_kernels.mma_decode_workspace),
@@ -164,7 +165,7 @@ def test_strided_and_unaligned_rows_are_read_where_they_are(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["stream", "tile"])
+@pytest.mark.parametrize("kind", ["mma", "stream", "tile"])
 def test_sums_beyond_half_precision_cancel_exactly(kind):
     n, k = 16, 8192
     code = 3
