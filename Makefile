@@ -12,7 +12,6 @@ EDITABLE = --no-build-isolation $(addprefix -e ,$(1)) $(addprefix -e ,$(PLUGINS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check gpu-test bench wheels clean
-.DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      set up $(VENV), convert a real 135M model to W4 and to mixed W4/W3, and talk to it"
@@ -47,10 +46,10 @@ $(VENV)/.model: $(VENV)/.created
 SMOLLM2 = $$($(BIN)/python -m deepinfer_core.bench.sample_model)
 
 $(MODELS)/smollm2-135m-w4/config.json: | $(VENV)/.installed $(VENV)/.model
-	$(BIN)/deepinfer quantize "$(SMOLLM2)" $(MODELS)/smollm2-135m-w4 --recipe w4
+	$(BIN)/deepinfer quantize "$(SMOLLM2)" $(MODELS)/smollm2-135m-w4 --recipe w4 --overwrite
 
 $(MODELS)/smollm2-135m-mixed/config.json: | $(VENV)/.installed $(VENV)/.model
-	$(BIN)/deepinfer quantize "$(SMOLLM2)" $(MODELS)/smollm2-135m-mixed --recipe mixed
+	$(BIN)/deepinfer quantize "$(SMOLLM2)" $(MODELS)/smollm2-135m-mixed --recipe mixed --overwrite
 
 demo: $(VENV)/.installed $(MODELS)/smollm2-135m-w4/config.json $(MODELS)/smollm2-135m-mixed/config.json
 	@echo; echo "== Which kernel serves which layer (deepinfer explain) =="
