@@ -28,6 +28,12 @@ _POINTERS = tuple(
 _INTS = ("m", "n", "k", "ldx", "tiles16", "units")
 
 
+# The stream's handle alone: `torch.cuda.current_stream` builds an object on every call.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+)
+
+
 class _StreamArgs(ctypes.Structure):
     _fields_ = (*_POINTERS, *((name, ctypes.c_int) for name in (*_INTS, "cut0", "cut1", "early")))
 
@@ -103,7 +109,7 @@ class MmaLinear:
     ) -> None:
         """Write ``out = x @ W.T (+ bias) (+ residual)``; see `LinearKernel`."""
         device = x.device.index
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = _raw_stream(device)
         for m0 in range(0, x.shape[0], ROWS_A_LAUNCH):
             rows = min(x.shape[0] - m0, ROWS_A_LAUNCH)
             launch = self._launch_for(rows, device)

@@ -96,8 +96,10 @@ def stream_plan(shape: Shape, m: int) -> Plan:
     # and 18.1 us; W4 22016 x 2048 8.1 and 8.4, but 37888 x 3584 at M = 8 21.1 and 20.6.
     top = 1 << 30 if shape.bits == 3 else 16 * shape.sms
     pair = 2 if row_tiles == 1 and 2 * shape.sms <= shape.tiles < top else 1
-    warps = 16 if shape.shared_limit >= 160 * 1024 else 8
-    depth = 3  # 4 and 6 are no faster at 16 warps a block, and cost 16 KB each
+    # Many rows with many scales need more than the 128 registers of 16 warps: then 8 warps with deeper rings.
+    heavy = row_tiles >= 3 and shape.group_rows >= 4
+    warps = 16 if shape.shared_limit >= 160 * 1024 and not heavy else 8
+    depth = 5 if warps == 8 and row_tiles >= 3 else 3  # 4 and 6 are no faster at 16 warps, and cost 16 KB each
     best: tuple[float, int, int, int, int] | None = None
     tile_groups = -(-shape.tiles // pair)
     for slices in range(1, shape.units + 1):
@@ -118,7 +120,7 @@ def stream_plan(shape: Shape, m: int) -> Plan:
     _, slices, slice_units, per_block, shared = best
     # One block an SM where it is large: with two, a dependent launch's blocks double up on the first free SMs (22016 x
     # 2048, M = 1: 12.7 us, and 8.4 so).
-    blocks = 2 if warps == 8 and shared <= 49 * 1024 else 1
+    blocks = 2 if warps == 8 and row_tiles <= 2 and shared <= 49 * 1024 else 1
     columns, chunks = -(-tile_groups // per_block), -(-m // (8 * row_tiles))
     partial = columns * slices * chunks * per_block * pair * FEATURES * row_tiles * 8 * 4 if slices > 1 else 0
     assert columns * chunks * 4 <= TICKET_BYTES

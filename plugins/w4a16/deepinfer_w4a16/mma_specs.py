@@ -1,0 +1,50 @@
+"""Descriptors of the tensor-core kernels and their layout; imports neither torch nor CuPy."""
+
+from __future__ import annotations
+
+from deepinfer_core.plugin_api import CapabilityRange, LinearKernelSpec, MRange, WeightLayoutSpec
+
+LAYOUT = "w4a16.mma16.v1"
+
+DECODE_FROM = 129
+"""Rows from which a decoded chunk and cuBLAS win: 128 rows of 37888 x 3584 took 138 us in `mma`, 256 211 us decoded."""
+
+
+def mma_layouts() -> tuple[WeightLayoutSpec, ...]:
+    """Return the fragment-order layout."""
+    return (
+        WeightLayoutSpec(
+            name=LAYOUT,
+            scheme="w4a16",
+            devices=("cuda",),
+            act_dtypes=("float16", "bfloat16"),
+            factory="deepinfer_w4a16.mma_layout:mma_layout",
+        ),
+    )
+
+
+def mma_kernels() -> tuple[LinearKernelSpec, ...]:
+    """Return `mma` for few rows, `mma_decode_matmul` for many, and the two forms `mma` picks from, by name."""
+    forms = (
+        ("mma", MRange(1, DECODE_FROM - 1), True, 60, "mma_workspace"),
+        ("mma_decode_matmul", MRange(DECODE_FROM), True, 60, "mma_decode_workspace"),
+        ("mma_stream", MRange(1, 256), True, 40, "mma_stream_workspace"),
+        ("mma_tile", MRange(9, 256), False, 45, "mma_tile_workspace"),
+    )
+    return tuple(
+        LinearKernelSpec(
+            name=f"w4a16.{name}",
+            scheme="w4a16",
+            layout=LAYOUT,
+            device="cuda",
+            m=m,
+            capability=CapabilityRange(lo=(8, 0)),
+            act_dtypes=("float16", "bfloat16"),
+            zeros=zeros,
+            epilogues=("none", "residual"),
+            priority=priority,
+            workspace=f"deepinfer_w4a16.mma_kernels:{workspace}",
+            factory=f"deepinfer_w4a16.mma_kernels:{name}",
+        )
+        for name, m, zeros, priority, workspace in forms
+    )
