@@ -9,7 +9,7 @@ from deepinfer_core.kernels.mma16 import FEATURES, UNIT, record_rows
 SHARED_LIMIT = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (12, 0): 99 * 1024}
 """Largest dynamic shared memory of a block; other cards get the smallest of these."""
 
-TICKET_BYTES = 64 * 1024
+TICKET_BYTES = 256 * 1024
 """Head of the workspace: arrival counters, zero before and after every launch."""
 
 STREAM_ROWS, STREAM_WORK = 16, 40_000
@@ -159,7 +159,8 @@ def tile_variant(shape: Shape, row_tiles: int) -> tuple[int, int, int, int, int]
             return 2, 8 if tight else 12, 2, 3, 1
         return (1, 8, 2, 2, 1) if tight else (2, 4, 1, 3, 2)
     if row_tiles > 4:
-        return (1, 8, 2, 2, 1) if tight else (1, 12, 4, 2, 1)
+        # 64 rows of four records in two stages are 201 KB
+        return (1, 8, 2, 2, 1) if tight or shape.shared_limit < 224 * 1024 else (1, 12, 4, 2, 1)
     if 0.8 * shape.sms <= -(-shape.tiles // 3) <= shape.sms:  # three feature tiles a block and no tile shared
         return 1, 12, 4, 3, 1
     return 1, 16 if row_tiles <= 2 or not tight else 12, 4 if work <= 6_500 else 2, 3, 1

@@ -6,7 +6,7 @@ from deepinfer_w4a16 import mma_kernels
 from deepinfer_w4a16.mma_layout import mma_layout
 from deepinfer_w4a16.scheme import W4A16
 
-from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, Shape, stream_plan, tile_plan
+from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Shape, stream_plan, tile_plan
 from deepinfer_core.kernels.nvrtc import CudaSource, compile_source
 from deepinfer_core.plugin_api import LinearProblem
 from deepinfer_core.testing.resources import CAPABILITIES, assert_resources
@@ -53,20 +53,22 @@ def test_merged_layers_are_the_same_as_one(widths):
         assert torch.equal(whole[name], torch.cat([s[name] for s in stored])), name
 
 
+CASES = ((False, False, 128), (True, False, 32), (False, True, 64))  # zeros, BF16, group
 VARIANTS = [
-    (planner, m, zeros, bf16, group)
+    (planner, m, *case, capability)
     for planner, ms in ((stream_plan, (1, 9, 30)), (tile_plan, (16, 30, 64)))
     for m in ms
-    for zeros, bf16, group in ((False, False, 128), (True, False, 32), (False, True, 64))
-    if planner is stream_plan or not zeros
+    for case in CASES
+    for capability in CAPABILITIES
+    # the heavy cases on the two cards with figures of their own, the plain one everywhere: a compilation takes a second
+    if (planner is stream_plan or not case[0]) and (case == CASES[0] or capability in ((8, 6), (9, 0)))
 ]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize(("planner", "m", "zeros", "bf16", "group"), VARIANTS)
+@pytest.mark.parametrize(("planner", "m", "zeros", "bf16", "group", "capability"), VARIANTS)
 def test_planned_variants_compile_without_spills_and_fit(planner, m, zeros, bf16, group, capability):
     seen = set()
-    for n, k in ((37888, 3584), (5632, 2048), (3584, 18944)):
+    for n, k in ((37888, 3584), (5632, 2048)):
         shape = Shape(
             bits=4,
             n=n,
@@ -123,7 +125,7 @@ def run(kind, m, n, k, group, zeros, dtype=torch.float16, *, x=None, extras=Fals
         kernel(x, weights, out, bias=bias, residual=residual, workspace=workspace)
         outs.append(out)
     assert torch.equal(outs[0], outs[1]), "the same launch must give the same bits"
-    assert not workspace[: 64 * 1024].any(), "arrival counters must be left at zero"
+    assert not workspace[:TICKET_BYTES].any(), "arrival counters must be left at zero"
     expected = x.float() @ W4A16().dequantize(stored, k=k, group_size=group).t()
     if extras:
         expected = expected + bias.float() + residual.float()
