@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from deepinfer_core.engine.batch import Item, Work
+from deepinfer_core.engine.metrics import EngineMetrics
 from deepinfer_core.engine.outputs import TokenScore
 from deepinfer_core.engine.request import Request
 from deepinfer_core.engine.sampler import Sampled, Sampler
@@ -35,6 +36,7 @@ def draw(
     sampler: Sampler,
     logits: torch.Tensor,
     wanted: Sequence[Pick],
+    metrics: EngineMetrics,
     on_out_of_memory: OnOutOfMemory,
 ) -> Iterator[tuple[Request, list[Sampled]]]:
     """Yield each pick's request with its draws; halves the batch where memory is short, down to one request alone."""
@@ -46,9 +48,10 @@ def draw(
         if len(wanted) == 1:
             on_out_of_memory(wanted[0].request, error)
             return
+        metrics.out_of_memory_total += 1
         middle = len(wanted) // 2
-        yield from draw(sampler, logits, wanted[:middle], on_out_of_memory)
-        yield from draw(sampler, logits, wanted[middle:], on_out_of_memory)
+        yield from draw(sampler, logits, wanted[:middle], metrics, on_out_of_memory)
+        yield from draw(sampler, logits, wanted[middle:], metrics, on_out_of_memory)
         return
     start = 0
     for pick in wanted:

@@ -115,10 +115,11 @@ class Engine:
         """
         try:
             self._intake.drain(self._life)
+            finished = 0
             for work in self._prepare(self._plan()):
                 self._launch(work)
-                self._finish(self._lanes.ended())
-            self._finish(self._lanes.ended(wait=True))
+                finished += self._finish(self._lanes.ended())
+            self._finish(self._lanes.ended(wait=not finished))  # what has finished may be planned again at once
             self._count_cycle()
         except BaseException as error:
             self._lanes.abandon()
@@ -168,8 +169,8 @@ class Engine:
         if any(other.kind != work.kind for other in self._lanes.beside(work)):
             self.metrics.prefill_decode_stream_overlap_steps += 1
 
-    def _finish(self, works: Sequence[Work]) -> None:
-        """Sample, accept tokens, update cache and state. All of these works have ended."""
+    def _finish(self, works: Sequence[Work]) -> int:
+        """Sample, accept tokens, update cache and state; returns how many works. All of them have ended."""
         for work in works:
             feedback = work.feedback(self._life.take_preempted())
             self.metrics.worked(work.kind, work.seconds)
@@ -178,13 +179,15 @@ class Engine:
             try:
                 score_prompts(self._sampler, work, going_on, self._life.out_of_memory)
                 wanted = picks(work, going_on)
-                for request, draws in draw(self._sampler, work.logits, wanted, self._life.out_of_memory):
+                drawn = draw(self._sampler, work.logits, wanted, self.metrics, self._life.out_of_memory)
+                for request, draws in drawn:
                     self._life.accept(request, draws)
             except Exception as error:
                 log.exception("sampling for a %s work of %d requests failed", work.kind, len(work.items))
                 self._life.fail_all(going_on, error)
             self._planner.observe(feedback)
             self._headroom.worked()
+        return len(works)
 
     # What the steps above are made of.
 
@@ -210,7 +213,9 @@ class Engine:
         self._headroom.shrink(sum(item.tokens for item in items))
         self._planner.out_of_memory(lane, items)
         parts = halves(items)
-        if not parts:
+        if parts:
+            self.metrics.out_of_memory_total += 1
+        else:
             self._life.out_of_memory(items[0].request, error)
         for part in parts:
             yield from self._build(lane, part)

@@ -110,6 +110,7 @@ class EngineMetrics:
     Attributes:
         prefill_steps_total: (request, chunk) items that were computed.
         prefill_decode_overlap_steps: Cycles that had both kinds of work, in whatever form.
+        out_of_memory_total: Times that anything found no memory, whether halved, put off or failed.
         prefill_decode_stream_overlap_steps: Launches on one CUDA stream while the other kind was unfinished on another.
     """
 

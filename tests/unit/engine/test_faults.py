@@ -45,7 +45,7 @@ def test_memory_that_runs_short_now_and_then_costs_no_answer(make_engine, run, m
     run(engine, *handles)
     for prompt, handle in zip(PROMPTS, handles, strict=True):
         assert list(handle.result(0).token_ids) == model.answer(prompt, 9)
-    assert engine.metrics.out_of_memory_total + (engine._headroom.tokens < 256) > 0
+    assert engine.metrics.out_of_memory_total > 0
 
 
 @pytest.mark.parametrize("phase", ["prepare", "launch", "sample", "finish"])
