@@ -30,7 +30,6 @@ def test_the_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
 def test_nothing_is_left_when_the_block_fails(tmp_path: Path, error: type[BaseException]) -> None:
     target = tmp_path / "model"
 
-
     def write() -> None:
         with atomic_directory(target) as partial:
             (partial / "a").write_text("x")
