@@ -162,3 +162,36 @@ def test_context_is_cut_to_what_memory_holds_when_nobody_asked_for_more(tiny_cha
     made = LLM(tiny_chat_model, device="cpu", kv_memory="64KiB")
     assert made.running.engine.limits.max_model_len < 256
     assert made.running.engine.limits.max_model_len % 16 == 0
+
+
+def test_many_prompts_share_steps_and_show_a_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    before = llm.running.engine.status()["works"]
+    outputs = llm.generate([f"prompt {i}" for i in range(64)], GREEDY, progress=True)
+    assert len(outputs) == 64
+    assert llm.running.engine.status()["works"] - before < 64
+    assert "64/64" in capsys.readouterr().err
+
+
+def test_stop_strings_choices_and_scores_come_with_an_answer(llm: LLM) -> None:
+    plain = llm.generate("Hello", GREEDY)[0]
+    cut = plain.text[3:5]
+    stopped = llm.generate("Hello", evolve(GREEDY, stop=(cut,), logprobs=2, prompt_logprobs=1))[0]
+    assert stopped.text == plain.text[: plain.text.index(cut)]
+    assert stopped.finish_reason == "stop"
+    assert [s.token for s in stopped.choices[0].scores] == list(stopped.token_ids)
+    assert [s and s.token for s in stopped.prompt_scores] == [None, *stopped.prompt_token_ids[1:]]
+    several = llm.generate("Hello", evolve(GREEDY, n=3, temperature=1.0, seed=5))[0]
+    assert [c.index for c in several.choices] == [0, 1, 2]
+    assert several.choices[0].token_ids == several.token_ids
+
+
+def test_policies_are_chosen_by_name_with_their_options(tiny_chat_model: Path, llm: LLM) -> None:
+    scheduler = {"policy": "slo", "options": {"tpot_p95_ms": 50}}
+    chosen = LLM(tiny_chat_model, device="cpu", scheduler=scheduler, max_model_len=200)
+    assert chosen.running.engine.status()["policy"] == "slo"
+    assert llm.running.engine.status()["policy"] == "mixed"
+    assert [o.token_ids for o in chosen.generate(PROMPTS, GREEDY)] == [
+        o.token_ids for o in llm.generate(PROMPTS, GREEDY)
+    ]
+    with pytest.raises(ConfigError, match=r"policy 'slo' has no 'tpot_ms'; did you mean"):
+        LLM(tiny_chat_model, device="cpu", scheduler={"policy": "slo", "options": {"tpot_ms": 50}})

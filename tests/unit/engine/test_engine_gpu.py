@@ -87,7 +87,7 @@ def test_no_text_changes_when_pages_are_reused_under_two_streams(slow, prefix_ca
 def test_a_works_time_is_its_own_pair_of_events():
     engine = make_engine(Slow("prefill"))
     engine.submit([1] * 96, SamplingParams(temperature=0, max_tokens=2))
-    stream = engine.submit([2], SamplingParams(temperature=0, max_tokens=60))
+    stream = engine.submit([2, 3], SamplingParams(temperature=0, max_tokens=60))
     engine.drive(lambda: stream.done)
     prefill = min(engine.metrics.prefill_chunk_seconds.recent)
     decode = sorted(engine.metrics.decode_step_seconds.recent)

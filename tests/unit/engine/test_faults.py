@@ -189,3 +189,26 @@ def test_an_abort_ends_all_choices_and_the_stream(make_engine, run):
     (result,) = run(engine, handle)
     assert [c.finish_reason for c in result.choices] == ["abort"] * 3
     assert [o.finish_reason for o in handle][-1] == "abort"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, AssertionError])
+def test_what_ends_a_step_ends_its_requests_and_the_engine_can_go_on(make_engine, run, model, monkeypatch, stop):
+    engine = make_engine()
+    handles = [engine.submit(prompt, greedy(9)) for prompt in PROMPTS]
+    engine.step()
+    store = engine._life.store
+
+    def interrupted(work):
+        store(work)
+        raise stop
+
+    monkeypatch.setattr(engine._life, "store", interrupted)
+    with pytest.raises(stop):
+        engine.step()
+    monkeypatch.undo()
+    for handle in handles:
+        with pytest.raises(GenerationError, match=f"the engine has stopped: {stop.__name__}"):
+            handle.result(0)
+    engine.kv.assert_no_leaks()
+    (again,) = run(engine, engine.submit(PROMPTS[0], greedy(9)))
+    assert list(again.token_ids) == model.answer(PROMPTS[0], 9)
