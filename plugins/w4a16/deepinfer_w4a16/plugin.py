@@ -17,6 +17,7 @@ from deepinfer_core.plugin_api import (
     WeightSchemeSpec,
     hookimpl,
 )
+from deepinfer_w4a16.mma_specs import mma_kernels, mma_layouts
 
 
 @hookimpl
@@ -32,8 +33,8 @@ def deepinfer_linear_backends() -> list[LinearBackend]:
         LinearBackend(
             name="w4a16",
             schemes=(scheme(),),
-            layouts=layouts(),
-            kernels=(*cpu_kernels(), *row_kernels(), *dequantize_kernels()),
+            layouts=(*layouts(), *mma_layouts()),
+            kernels=(*cpu_kernels(), *mma_kernels(), *row_kernels(), *dequantize_kernels()),
             recipes=(recipe(),),
         )
     ]
