@@ -32,4 +32,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors hold the same bytes; unlike ``equal``, NaN is NaN and -0.0 is not 0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+    # Flat: a tensor of one column passes for contiguous with any stride, and could not be viewed as bytes.
+    return torch.equal(*(t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import ClassVar
 
@@ -56,6 +56,7 @@ class LinearKernelSuite:
     tolerance: ClassVar[Mapping[str, float]] = TOLERANCE
 
     @classmethod
+    @cache
     def specs(cls) -> tuple[LinearKernelSpec, WeightLayoutSpec, WeightSchemeSpec]:
         """Return the descriptors of the kernel, its layout and its scheme."""
         kernel = find_spec("kernel", cls.kernel, LinearKernelSpec, cls.backends)
@@ -77,6 +78,7 @@ class LinearKernelSuite:
         return kernel_misfit(Catalog(layouts={layout.name: in_test(layout)}), in_test(kernel), problem)
 
     @classmethod
+    @cache
     def cases(cls) -> list[Case]:
         """Return the problems to try: every two of dtype, group, zeros, shape, bias and residual meet.
 
@@ -92,6 +94,7 @@ class LinearKernelSuite:
         return [evolve(case, ms=ms[i % step :: step]) for i, case in enumerate(found)]
 
     @classmethod
+    @cache
     def long_cases(cls) -> list[Case]:
         """Return problems for `test_sums_beyond_half_precision_are_kept`: the largest K served, few features."""
         features = sorted({n for n, _ in cls._shapes()} | {512, 2048})
