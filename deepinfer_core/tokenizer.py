@@ -11,9 +11,6 @@ from deepinfer_core.errors import CheckpointError, RequestError
 REPLACEMENT = "\ufffd"
 """What decoders give for bytes that are no character, so also for the first bytes of one."""
 
-MAX_PENDING = 32
-"""Tokens held back while their bytes are no character; after so many they never will be."""
-
 Message = Mapping[str, Any]
 
 
@@ -94,10 +91,6 @@ class Tokenizer:
         """Return the token ids of `chat`; the template writes the special tokens itself."""
         return self.encode(self.chat(messages, **variables), special=False)
 
-    def stream(self) -> StreamDecoder:
-        """Return a decoder for one generation's tokens."""
-        return StreamDecoder(self)
-
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and what belongs to it; loading those takes a tenth of the time that a GGUF takes."""
         self._hf.save_pretrained(str(directory))
@@ -113,37 +106,6 @@ class Tokenizer:
             if shown.strip() and REPLACEMENT not in shown:
                 return ids, shown
         return [], ""
-
-
-class StreamDecoder:
-    """Turns tokens into text piece by piece: joined pieces equal `Tokenizer.decode` of all tokens.
-
-    A character whose bytes come in several tokens is shown when it is complete.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._pending: list[int] = []
-        self._shown = 0
-
-    def push(self, token: int) -> str:
-        """Take the next token; return the text that became certain, possibly none."""
-        self._pending.append(token)
-        text = self._tokenizer.decode(self._pending)
-        certain = text.rstrip(REPLACEMENT)
-        if certain == text or len(self._pending) >= MAX_PENDING:
-            piece = text[self._shown :]
-            self._pending, self._shown = [], 0
-            return piece
-        piece = certain[self._shown :]
-        self._shown = max(self._shown, len(certain))
-        return piece
-
-    def finish(self) -> str:
-        """Return what is left at the end: one replacement character for a character that was cut off, or nothing."""
-        text = self._tokenizer.decode(self._pending)[self._shown :] if self._pending else ""
-        self._pending, self._shown = [], 0
-        return text.rstrip(REPLACEMENT) + REPLACEMENT if text.endswith(REPLACEMENT) else text
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from deepinfer_core.engine.detokenize import Detokenizer
 from deepinfer_core.errors import CheckpointError, RequestError
 from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
 
@@ -46,7 +47,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def _stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    decoder = tokenizer.stream()
+    decoder = Detokenizer(tokenizer)
     return [*[decoder.push(i) for i in ids], decoder.finish()]
 
 
@@ -66,7 +67,7 @@ def test_character_cut_off_at_the_end_gives_one_replacement(tokenizer: Tokenizer
 
 def test_bytes_that_are_no_character_do_not_hold_the_stream_for_ever(tokenizer: Tokenizer) -> None:
     lead = tokenizer.encode("é")[0]
-    decoder = tokenizer.stream()
+    decoder = Detokenizer(tokenizer)
     shown = "".join(decoder.push(lead) for _ in range(100))
     assert "\ufffd" in shown
 
