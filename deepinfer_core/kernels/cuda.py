@@ -93,6 +93,16 @@ class CudaKernel:
         function(tuple(grid), tuple(block), tuple(args), shared_mem=self.shared_bytes, stream=_stream(stream))
 
 
+def require_dense_columns(kernel: str, x: torch.Tensor) -> None:
+    """Refuse an input whose columns lie apart: a kernel walks a row from one address.
+
+    Raises:
+        KernelError: Names the kernel and the strides.
+    """
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        raise KernelError(f"{kernel}: the columns of x must be contiguous, got strides {x.stride()}; pass a copy")
+
+
 def _load(source: CudaSource, entry: str, shared_bytes: int, device: int) -> Any:
     global _compilations
     cupy = _cupy()

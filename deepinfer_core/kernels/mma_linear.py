@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer_core.kernels.cuda import CudaKernel
+from deepinfer_core.kernels.cuda import CudaKernel, require_dense_columns
 from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Plan, Shape, best_plan, stream_plan, tile_plan
 from deepinfer_core.kernels.struct_launch import StructLaunch, dependent_launch_available
 
@@ -108,6 +108,7 @@ class MmaLinear:
         workspace: torch.Tensor | None = None,
     ) -> None:
         """Write ``out = x @ W.T (+ bias) (+ residual)``; see `LinearKernel`."""
+        require_dense_columns(f"{self.problem.scheme} tensor-core kernel", x)
         device = x.device.index
         stream = _raw_stream(device)
         for m0 in range(0, x.shape[0], ROWS_A_LAUNCH):

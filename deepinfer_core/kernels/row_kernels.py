@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deepinfer_core.errors import KernelError
-from deepinfer_core.kernels.cuda import CudaKernel
+from deepinfer_core.kernels.cuda import CudaKernel, require_dense_columns
 from deepinfer_core.plugin_api import group_width
 
 if TYPE_CHECKING:
@@ -69,9 +68,7 @@ class RowKernel:
         workspace: torch.Tensor | None = None,
     ) -> None:
         """Write ``out``; see `LinearKernel`."""
-        m, k = x.shape
-        if x.stride(1) != 1 and k > 1:
-            raise KernelError(f"{self._name}: the columns of x must be contiguous, got strides {x.stride()}")
+        require_dense_columns(self._name, x)
         packed, zeros = weights["packed"], weights.get("zeros")
         args = self._fixed.copy()
         args["x"], args["codes"], args["scales"] = x.data_ptr(), packed.data_ptr(), weights["scales"].data_ptr()
@@ -79,6 +76,6 @@ class RowKernel:
         args["bias"] = 0 if bias is None else bias.data_ptr()
         args["residual"] = 0 if residual is None else residual.data_ptr()
         args["out"] = out.data_ptr()
-        args["x_stride"], args["m"], args["code_bytes"] = x.stride(0), m, packed.shape[1]
-        grid = (-(-out.shape[1] // self._columns), -(-m // self._rows))
+        args["x_stride"], args["m"], args["code_bytes"] = x.stride(0), x.shape[0], packed.shape[1]
+        grid = (-(-out.shape[1] // self._columns), -(-x.shape[0] // self._rows))
         self._kernel.launch(grid, (256,), (args,))
