@@ -37,7 +37,8 @@ def quantize_groups(
 
     Returns:
         int8 codes ``[N, K]``, float16 scales ``[N, ceil(K / group_size)]``, float16 zeros of the same shape or None.
-        An all-zero group gets codes 0; every scale is finite and none is 0.
+        An all-zero group gets codes 0 and the smallest scale, so that no kernel makes its own rounding errors large;
+        every scale is finite and none is 0.
 
     Raises:
         CheckpointError: A value is NaN or beyond FP16.

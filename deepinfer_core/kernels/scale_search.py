@@ -144,4 +144,4 @@ def _wide_enough(scales: Tensor, offset: Tensor) -> Tensor:
 def _storable(scales: Tensor) -> Tensor:
     """Round to FP16, and keep clear of 0, infinity and NaN."""
     magnitude = scales.abs().clamp(FP16_TINY, FP16_MAX).half().float()
-    return where(scales < 0, -magnitude, magnitude).nan_to_num_(nan=1.0)
+    return where(scales < 0, -magnitude, magnitude).nan_to_num_(nan=FP16_TINY)
