@@ -124,14 +124,15 @@ def _least_squares(groups: Tensor, codes: Tensor, grid: Grid) -> Grid:
 
 
 def _exact_where_constant(grid: Grid, top: Tensor, bottom: Tensor) -> Grid:
-    """Give an all-zero group scale 1 and zero 0; with zeros, any constant group its value as scale, and zero 0.
+    """Give an all-zero group the smallest scale and zero 0; with zeros, a constant group its value as scale, and zero 0.
 
-    A constant group has no range to take a scale from, and its zero would overflow FP16.
+    A constant group has no range to take a scale from, and its zero would overflow FP16. A scale of 1 for zeros would
+    make the rounding errors of a kernel that folds a bias into its sums 1e-3 large where 0 is right (H200, 2026-11-30).
     """
-    one = torch.ones_like(grid.scales)
+    tiny = torch.full_like(grid.scales, FP16_TINY)
     if grid.zeros is None:
-        return grid.where((top == 0) & (bottom == 0), Grid(one, None))
-    constant = where(top.abs() < FP16_TINY, one, _storable(top))
+        return grid.where((top == 0) & (bottom == 0), Grid(tiny, None))
+    constant = where(top.abs() < FP16_TINY, tiny, _storable(top))
     return grid.where(top == bottom, Grid(constant, zeros_like(grid.zeros)))
 
 
