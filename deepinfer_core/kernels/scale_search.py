@@ -124,7 +124,7 @@ def _least_squares(groups: Tensor, codes: Tensor, grid: Grid) -> Grid:
 
 
 def _exact_where_constant(grid: Grid, top: Tensor, bottom: Tensor) -> Grid:
-    """Give an all-zero group the smallest scale and zero 0; with zeros, a constant group its value as scale, and zero 0.
+    """Give an all-zero group the smallest scale and zero 0; with zeros, a constant one its value as scale, zero 0.
 
     A constant group has no range to take a scale from, and its zero would overflow FP16. A scale of 1 for zeros would
     make the rounding errors of a kernel that folds a bias into its sums 1e-3 large where 0 is right (H200, 2026-11-30).
