@@ -26,6 +26,7 @@ from deepinfer_core.testing.linear_cases import (
     SHAPES,
     Case,
     cases_for,
+    class_name,
     find_spec,
     in_test,
     on_this_machine,
@@ -33,8 +34,11 @@ from deepinfer_core.testing.linear_cases import (
     sample_weight,
 )
 
-LOSS = 2.0**-8
-"""What a layout that is not lossless may change a value by, in parts of the row's largest: scale and offset in BF16."""
+LOSS = 2.0**-7
+"""What a layout that is not lossless may change a value by, in parts of the row's largest value.
+
+Room for a scale and an offset in BF16, which rounds each by up to 2^-8 of its size.
+"""
 
 
 class WeightLayoutSuite:
@@ -158,6 +162,16 @@ class WeightLayoutSuite:
         layout, scheme = cls.specs()
         problem = on_this_machine(case.problem, layout.name)
         return _Held.make(layout, scheme, problem)
+
+
+def layout_suites(backends: Sequence[LinearBackend]) -> dict[str, type[WeightLayoutSuite]]:
+    """Return a suite for every layout of some backends: ``globals().update(layout_suites(BACKENDS))``."""
+    made: dict[str, type[WeightLayoutSuite]] = {}
+    for backend in backends:
+        for layout in backend.layouts:
+            name = class_name(layout.name)
+            made[name] = type(name, (WeightLayoutSuite,), {"layout": layout, "backends": tuple(backends)})
+    return made
 
 
 @frozen(kw_only=True)

@@ -20,6 +20,7 @@ from deepinfer_core.testing.linear_cases import (
     SHAPES,
     Case,
     cases_for,
+    class_name,
     find_spec,
     groups_of,
     in_test,
@@ -155,12 +156,12 @@ class LinearKernelSuite:
     def test_calls_leave_nothing_behind(self, case: Case) -> None:
         """The workspace, zeroed once, serves call after call; a deterministic kernel gives the same bits again."""
         bound = self._bound(case)
-        for m in (case.ms[-1], case.ms[0], case.ms[-1]):
-            first, second, third = (bound.run(bound.x[:m]) for _ in range(3))
-            bound.check(second, m, " in its second call")
-            if bound.spec.deterministic:
-                same = torch.equal(first, second) and torch.equal(second, third)
-                assert same, f"{bound.label(m)}: other bits for the same input, but the descriptor says deterministic"
+        most, least = case.ms[-1], case.ms[0]
+        first, _, second, third = (bound.run(bound.x[:m]) for m in (most, least, most, most))
+        bound.check(third, most, " in a later call")
+        if bound.spec.deterministic:
+            same = torch.equal(first, second) and torch.equal(second, third)
+            assert same, f"{bound.label(most)}: other bits for the same input, but the descriptor says deterministic"
 
     def test_no_rows_write_nothing(self, case: Case) -> None:
         """M = 0 is not an invalid launch."""
@@ -192,11 +193,15 @@ class LinearKernelSuite:
         x = torch.full((2, k), HALF_SUM / (1.75 * k / 2), device=device, dtype=getattr(torch, problem.act_dtype))
         x[1, k // 2 :] = 0
         bound = BoundKernel.make(kernel, layout, scheme, Case(problem, ms=(m,)), weight=weight, x=x)
-        whole, half = (bound.run(row.expand(m, k).contiguous()).float() for row in x)
-        assert not whole.any(), f"{bound.label(m)}: {whole.flatten()[0].item()} where the sum is 0"
-        possible = (65504.0, float("inf")) if problem.act_dtype == "float16" else (HALF_SUM,)
-        right = torch.isin(half, torch.tensor(possible, device=device))
-        assert bool(right.all()), f"{bound.label(m)}: {half.flatten()[0].item()} where the sum is {HALF_SUM:.0f}"
+        for row, expected in zip(x, bound.expected.double(), strict=True):
+            out = bound.run(row.expand(m, k).contiguous()).double()
+            found, right = float(out[0, 0]), float(expected[0])
+            if right == 0:
+                assert not out.any(), f"{bound.label(m)}: {found} where the sum is 0"
+            elif problem.act_dtype == "float16":
+                assert bool((out >= 65504).all()), f"{bound.label(m)}: {found} where the sum is {right}: inf or 65504"
+            else:
+                assert bool(((out - right).abs() <= 2.0**-8 * right).all()), f"{bound.label(m)}: {found} for {right}"
 
     @classmethod
     @lru_cache(maxsize=1)  # several tests of one case follow each other
@@ -208,3 +213,71 @@ class LinearKernelSuite:
         if reason is not None:
             pytest.skip(f"{kernel.name} does not serve this case here: {reason}")
         return BoundKernel.make(kernel, layout, scheme, evolve(case, problem=problem), cls.tolerance)
+
+
+class CudaLinearKernelSuite(LinearKernelSuite):
+    """`LinearKernelSuite`, and what only a card can show: streams and graphs."""
+
+    @classmethod
+    @cache
+    def plain_cases(cls) -> list[Case]:
+        """Return one case: what is promised here does not depend on the shape."""
+        return cls.cases()[:1]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make the cases from the descriptor."""
+        super().pytest_generate_tests(metafunc)
+        parametrize(metafunc, "plain_case", self.plain_cases)
+
+    def test_it_runs_on_the_current_stream(self, plain_case: Case) -> None:
+        """Input that is still being written on the current stream is waited for, and no other stream is."""
+        bound, m = self._bound(plain_case), plain_case.ms[0]
+        late, stream = torch.zeros_like(bound.x[:m]), torch.cuda.Stream()
+        for _ in range(20):
+            late.zero_()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000)  # cycles: a millisecond or two
+                late.copy_(bound.x[:m])
+                out = bound.launch(late)
+            stream.synchronize()
+            bound.check(out, m, " behind a slow kernel on its own stream")
+
+    def test_a_captured_graph_reads_its_input_anew(self, plain_case: Case) -> None:
+        """A kernel that declares ``graph_safe`` can be captured, and its replay sees what x holds by then."""
+        bound, m = self._bound(plain_case), plain_case.ms[0]
+        if not bound.spec.graph_safe:
+            pytest.skip(f"{bound.spec.name} declares that it is not graph-safe")
+        static = torch.zeros_like(bound.x[:m])
+        bound.launch(static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = bound.launch(static)
+        static.copy_(bound.x[:m])
+        graph.replay()
+        torch.cuda.synchronize()
+        bound.check(out, m, " replayed from a graph")
+
+
+def kernel_suites(
+    backends: Sequence[LinearBackend], *, shapes: Mapping[str, Sequence[tuple[int, int]]] | None = None
+) -> dict[str, type[LinearKernelSuite]]:
+    """Return a suite for every kernel of some backends: ``globals().update(kernel_suites(BACKENDS))``.
+
+    Args:
+        backends: What the plugin's hook returns; a kernel that is added there is tested from then on.
+        shapes: Kernel name -> (N, K), for kernels whose predicate refuses all of `SHAPES`.
+
+    Returns:
+        Class name -> class, such as ``TestW4a16Gemv``.
+    """
+    made: dict[str, type[LinearKernelSuite]] = {}
+    for backend in backends:
+        for kernel in backend.kernels:
+            own: dict[str, object] = {"kernel": kernel, "backends": tuple(backends)}
+            if shapes is not None and kernel.name in shapes:
+                own["shapes"] = shapes[kernel.name]
+            name = class_name(kernel.name)
+            made[name] = type(name, (CudaLinearKernelSuite if kernel.device == "cuda" else LinearKernelSuite,), own)
+    return made

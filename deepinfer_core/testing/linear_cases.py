@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import lcm
@@ -77,6 +78,12 @@ def find_spec(kind: str, wanted: str | T, of_type: type[T], backends: Sequence[L
     look_up: Callable[[str], Registered[T]] = getattr(_installed(), kind)
     assert isinstance(wanted, str), f"{wanted!r} is neither a name nor a {of_type.__name__}"
     return look_up(wanted).spec
+
+
+def registered_names(kind: str, distribution: str) -> set[str]:
+    """Return the names that an installed distribution registers: ``kind`` is ``"kernels"`` or ``"layouts"``."""
+    entries: Mapping[str, Registered[Any]] = getattr(_installed(), kind)
+    return {name for name, entry in entries.items() if entry.distribution == distribution}
 
 
 def in_test(spec: T) -> Registered[T]:
@@ -178,6 +185,11 @@ def parametrize(metafunc: pytest.Metafunc, name: str, cases: Callable[[], Sequen
             for case in cases()
         ]
         metafunc.parametrize(name, marked, scope="class")
+
+
+def class_name(name: str) -> str:
+    """Return a test class's name for a descriptor: ``TestW4a16RowsV1`` for ``w4a16.rows.v1``."""
+    return "Test" + "".join(part.capitalize() for part in re.split(r"[^0-9A-Za-z]+", name))
 
 
 def sample_weight(n: int, k: int, device: str) -> torch.Tensor:
