@@ -28,8 +28,8 @@ _GROUPS = (256, 128, 64, 32)  # what torch takes, widest first
 class Int4CpuLayout:
     """A `WeightLayout` of a `GroupwiseScheme` of at most four bits.
 
-    Scale and offset are rounded to BF16, a relative error of at most 2^-9 each; codes are shifted so that the
-    offset, and so its rounding, is as small as the scheme's codes allow.
+    Scale and offset are rounded to BF16, a relative error of at most 2^-8 each; codes are shifted so that the
+    offset, and so its rounding, is as small as the group's codes allow.
     """
 
     def __init__(self, scheme: GroupwiseScheme) -> None:
@@ -46,18 +46,21 @@ class Int4CpuLayout:
         """Widen the codes to nibbles and let torch order them; scales become BF16."""
         n, k, group = padded_shape(problem)
         zeros = tensors.get("zeros")
-        nibbles = self.scheme.unpack(tensors["packed"], problem.k, zeros=zeros is not None).int()
+        codes = self.scheme.unpack(tensors["packed"], problem.k, zeros=zeros is not None)
+        nibbles = codes.int()
         scales = tensors["scales"].float()
         if zeros is None:
             nibbles += _MIDDLE
             offsets = torch.zeros_like(scales)
         else:
             zeros = zeros.float()
-            shifts = (_MIDDLE - zeros.round()).clamp_(0, 15 - self._top)
+            low, high = _code_spans(codes, problem)
+            shifts = (_MIDDLE - zeros.round()).clamp_(-low, 15 - high)
             nibbles += _columns(shifts, problem.k, problem.group_size).int()
             # (code - zero) * scale and (code + shift - 8) * rounded + offset are two lines over the codes that
-            # differ a little in slope: they shall meet in the middle of the codes.
-            middle = self._top / 2
+            # differ a little in slope: they shall meet in the middle of the group's codes. A constant group, whose
+            # one code may be far from the middle of all codes, is then as good as exact.
+            middle = (low + high) / 2
             offsets = (middle - zeros) * scales - (middle + shifts - _MIDDLE) * scales.bfloat16().float()
         nibbles = pad(nibbles, (0, k - problem.k, 0, n - problem.n), value=_MIDDLE)
         both = torch.stack((scales, offsets), dim=2).bfloat16()
@@ -216,6 +219,15 @@ def _nibbles(packed: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
     torch.bitwise_and(by_row, 0xF, out=rows[:, block.low])
     torch.bitwise_right_shift(by_row, 4, out=rows[:, block.high])
     return rows.view(-1, k)[n0 - first * block.rows : n1 - first * block.rows]
+
+
+def _code_spans(codes: torch.Tensor, problem: LinearProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest unsigned code of each group, float32 ``[N, groups]``."""
+    width = group_width(problem.k, problem.group_size)
+    extra = problem.groups * width - problem.k
+    low = pad(codes, (0, extra), value=15).unflatten(1, (-1, width)).amin(2)
+    high = pad(codes, (0, extra), value=0).unflatten(1, (-1, width)).amax(2)
+    return low.float(), high.float()
 
 
 def _columns(per_group: torch.Tensor, k: int, group_size: int) -> torch.Tensor:
