@@ -97,7 +97,7 @@ def stream_plan(shape: Shape, m: int) -> Plan:
     top = 1 << 30 if shape.bits == 3 else 16 * shape.sms
     pair = 2 if row_tiles == 1 and 2 * shape.sms <= shape.tiles < top else 1
     # Many rows with many scales need more than the 128 registers of 16 warps: then 8 warps with deeper rings.
-    heavy = row_tiles >= 3 and shape.group_rows >= 4
+    heavy = row_tiles >= 3 and (shape.group_rows >= 4 or (shape.bf16 and shape.group_rows > 1))
     warps = 16 if shape.shared_limit >= 160 * 1024 and not heavy else 8
     depth = 5 if warps == 8 and row_tiles >= 3 else 3  # 4 and 6 are no faster at 16 warps, and cost 16 KB each
     best: tuple[float, int, int, int, int] | None = None
