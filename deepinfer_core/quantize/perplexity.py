@@ -20,8 +20,10 @@ Score = Callable[[Sequence[int]], "torch.Tensor"]
 def public_domain_text() -> str:
     """Return the text that ships with the package, all of it in the public domain.
 
-    The Gettysburg Address (1863), the beginnings of the Declaration of Independence (1776) and of the Constitution of
-    the United States (1787), and four amendments (1791).
+    Ordinary prose: the introduction of Darwin's Origin of Species (1859), the opening of Austen's Pride and Prejudice
+    (1813) and of Thoreau's Walden (1854). Documents that models have learnt by heart (the Gettysburg Address, the
+    Declaration of Independence) measure how much of a recitation survives, which is another and harsher thing: see
+    ``scripts/perplexity_by_passage.py`` and ``docs/quantization.md`` for both.
     """
     return resources.files("deepinfer_core.quantize").joinpath(TEXT_NAME).read_text(encoding="utf-8")
 
