@@ -1,0 +1,1 @@
+"""Acme's W4 kernel for deepinfer."""
