@@ -10,6 +10,7 @@ import torch
 from attrs import field, frozen
 
 from deepinfer_core.errors import KernelError
+from deepinfer_core.kernels.workspace import Workspaces
 from deepinfer_core.plugin_api import LinearKernel, LinearKernelSpec, LinearProblem, Tensors, WeightLayout
 from deepinfer_core.registry.catalog import load_factory, make
 from deepinfer_core.registry.dispatch import DispatchRow, make_kernel
@@ -25,24 +26,32 @@ class BoundKernel:
     Attributes:
         spec: Its descriptor.
         run: The kernel itself.
-        workspace: Its zeroed scratch bytes, or None.
+        scratch: Where its workspace comes from; None when it needs none.
         adds_residual: It adds a residual itself.
     """
 
     spec: LinearKernelSpec
     run: LinearKernel = field(eq=False)
-    workspace: torch.Tensor | None = field(eq=False)
+    scratch: Workspaces | None = field(eq=False)
     adds_residual: bool
+
+    def workspace(self) -> torch.Tensor | None:
+        """Return its scratch bytes on the current stream, zeroed once; None when it needs none."""
+        return None if self.scratch is None else self.scratch.get(self.spec.name)
 
 
 class BoundKernels:
-    """The layout and kernels of one selection, made once and shared by every layer with an equal problem.
+    """The layout and kernels of one selection, made once and shared by every layer with an equal problem."""
 
-    The scratch bytes belong to it as well: layers of one stream run one after another and may share them.
-    """
-
-    def __init__(self, selection: Selection, *, device: torch.device | str) -> None:
+    def __init__(
+        self, selection: Selection, *, device: torch.device | str, workspaces: Workspaces | None = None
+    ) -> None:
         """Import and make what the selection chose.
+
+        Args:
+            selection: Layout and dispatch table.
+            device: Where the layers live.
+            workspaces: The model's scratch memory; a pool of its own when None.
 
         Raises:
             PluginError: A factory cannot be imported or raises.
@@ -51,6 +60,7 @@ class BoundKernels:
         self.problem: LinearProblem = selection.problem
         self.device = torch.device(device)
         self.layout: WeightLayout = make(selection.layout.spec.factory, selection.layout)
+        self.workspaces = workspaces or Workspaces(device)
         rows = selection.table.rows
         made = {row.kernel.spec.name: self._bind(row) for row in rows}
         self._rows = tuple(made[row.kernel.spec.name] for row in rows)
@@ -82,17 +92,19 @@ class BoundKernels:
 
     def _bind(self, row: DispatchRow) -> BoundKernel:
         spec = row.kernel.spec
-        workspace = None
+        scratch = None
         if spec.workspace is not None:
             bytes_for = load_factory(spec.workspace, row.kernel)
             ranges = [r.m for r in self.selection.table.rows if r.kernel.spec.name == spec.name]
             most = self.problem.m_max
             size = max(int(bytes_for(self.problem, m)) for r in ranges for m in range(r.lo, min(r.hi, most) + 1))
-            workspace = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
+            if size:
+                self.workspaces.reserve(spec.name, size)
+                scratch = self.workspaces
         return BoundKernel(
             spec=spec,
             run=make_kernel(row.kernel, self.problem, self.layout),
-            workspace=workspace,
+            scratch=scratch,
             adds_residual="residual" in spec.epilogues,
         )
 
@@ -164,7 +176,7 @@ class Linear:
         if m:
             kernel = self.kernels.kernel_for(m)
             added = residual if kernel.adds_residual else None
-            kernel.run(x, self.weights, out, bias=self.bias, residual=added, workspace=kernel.workspace)
+            kernel.run(x, self.weights, out, bias=self.bias, residual=added, workspace=kernel.workspace())
             if residual is not None and added is None:
                 out.add_(residual)
         return out

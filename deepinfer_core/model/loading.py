@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from deepinfer_core.errors import CheckpointError, ModelError
+from deepinfer_core.kernels.workspace import Workspaces
 from deepinfer_core.layers.attention import Attention
 from deepinfer_core.layers.block import DecoderLayer
 from deepinfer_core.layers.embedding import Embedding
@@ -50,6 +51,7 @@ class Loader:
         self._dtype = dtype
         self._m_max = m_max
         self._progress = progress
+        self._workspaces = Workspaces(device)
         self._bound: dict[LinearProblem, BoundKernels] = {}
         self._slots = {slot.name: slot for slot in linear_slots(spec, source.layer_format)}
         self._loaded = 0
@@ -158,7 +160,7 @@ class Loader:
             act_dtype=str(self._dtype).removeprefix("torch."),
         )
         if problem not in self._bound:
-            self._bound[problem] = BoundKernels(self._select(problem), device=self._device)
+            self._bound[problem] = BoundKernels(self._select(problem), device=self._device, workspaces=self._workspaces)
         kernels = self._bound[problem]
         linear = Linear.build(kernels.selection, tensors, bias, device=self._device, kernels=kernels)
         self.linears[slot.name] = slot, linear

@@ -256,7 +256,8 @@ class LinearKernel(Protocol):
             out: ``[M, N]``, contiguous, poisoned or not.
             bias: ``[N]`` or None.
             residual: ``[M, N]`` added after the bias, or None.
-            workspace: Bytes as the spec's workspace rule asked, zeroed once at start; or None.
+            workspace: Bytes as the spec's workspace rule asked, or None. Zeroed once; then shared by all launches of
+                this kernel on the same stream, so what it relies on (counters at zero) it must leave as it found it.
 
         On CUDA: launched on torch's current stream, no allocation, no synchronization.
         """

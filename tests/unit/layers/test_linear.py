@@ -129,10 +129,10 @@ def test_strided_rows_give_the_same_as_their_copy(weight):
 def test_workspace_is_zeroed_and_large_enough_for_every_m(weight):
     many = kernel_spec("made-up.many", MRange(2), workspace="made_up_plugin:workspace")
     kernels = BoundKernels(selection(many=many), device="cpu")
-    scratch = kernels.kernel_for(2).workspace
+    scratch = kernels.kernel_for(2).workspace()
     assert scratch.numel() == 8 * 64 + 6
     assert not scratch.any()
-    assert kernels.kernel_for(1).workspace is None
+    assert kernels.kernel_for(1).workspace() is None
     linear = Linear.build(kernels.selection, {"weight": weight}, device="cpu", kernels=kernels)
     linear(torch.zeros(2, 4))
     assert kernels.kernel_for(2).run.calls[0][2] is scratch
