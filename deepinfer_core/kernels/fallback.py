@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deepinfer_core.kernels.accumulation import keep_float32_sums
 from deepinfer_core.plugin_api import LinearProblem, Tensors, WeightLayout
 
 # Never more than this of the weights exists as values, whatever the layer's size.
@@ -26,6 +27,8 @@ class DequantizeMatmul:
         self.problem = problem
         self.layout = layout
         act = getattr(torch, problem.act_dtype)
+        if problem.device == "cuda":
+            keep_float32_sums()
         self.value_dtype = act if problem.device == "cuda" and _MIXED_MM else torch.float32
         budget = CHUNK_BYTES[problem.device]
         self.rows = max(1, min(problem.n, budget // (problem.k * self.value_dtype.itemsize)))

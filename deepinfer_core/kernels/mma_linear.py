@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepinfer_core.kernels.accumulation import keep_float32_sums
 from deepinfer_core.kernels.cuda import CudaKernel, require_dense_columns
 from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Plan, Shape, best_plan, stream_plan, tile_plan
 from deepinfer_core.kernels.struct_launch import StructLaunch, dependent_launch_available
@@ -164,6 +165,7 @@ class MmaDecodeMatmul:
     """
 
     def __init__(self, problem: LinearProblem, bits: int, csrc: Path) -> None:
+        keep_float32_sums()
         self.problem = problem
         self.shape = shape_of(problem, bits)
         self._dtype = getattr(torch, problem.act_dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deepinfer_core.kernels.accumulation import keep_float32_sums
 from deepinfer_core.kernels.fallback import DequantizeMatmul
 from deepinfer_core.plugin_api import LinearProblem, Tensors
 from deepinfer_fp16.rows_layout import DenseRows
@@ -16,6 +17,8 @@ class Matmul:
 
     def __init__(self, problem: LinearProblem) -> None:
         self.problem = problem
+        if problem.device == "cuda":
+            keep_float32_sums()
         # W @ x.T takes torch 6.9 ms at 49152 x 576, M = 4, x @ W.T 31.7 (float32, 2 threads of an AVX2 EPYC, torch
         # 2.13, 2026-11-30); above M = 64 both are alike.
         self._weights_first = problem.device == "cpu" and problem.act_dtype == "float32"
