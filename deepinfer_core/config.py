@@ -160,8 +160,10 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
 
     Args:
         path: The file; None for defaults and flags alone.
-        overrides: Dotted key (``"linear.w4a16.kernels.2..8"``) -> value, or a nested mapping. Text is read as TOML
-            where the key does not hold text; None means that the flag was not given.
+        overrides: Dotted key (``"linear.w4a16.kernels.2..8"``) -> value. Text is read as TOML where the key does not
+            hold text; None means that the flag was not given. A mapping for a section stands for the keys in it: it
+            joins other flags and leaves the rest of the file's section alone. A mapping for pins or options is their
+            whole value, which dotted keys below it join.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, or a value has a wrong type or form. All faults are
@@ -170,11 +172,9 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     given = _read(Path(path)) if path is not None else {}
     in_file = deepcopy(given)
     flagged: set[str] = set()
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            target, hint = locate(key)
-            _assign(given, target, from_flag(value, hint))
-            flagged.add(_dotted(target))
+    for target, value in _flags(overrides or {}):
+        _assign(given, target, value)
+        flagged.add(_dotted(target))
 
     def origin(key: str) -> str:
         flag = any(key == f or key.startswith(f"{f}.") or f.startswith(f"{key}.") for f in flagged)
@@ -239,6 +239,28 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _flags(overrides: Mapping[str, object]) -> list[tuple[tuple[str, ...], object]]:
+    """Return path and value of every key that is given, in the order to assign them: a whole before its parts."""
+    found: list[tuple[tuple[str, ...], object]] = []
+    for key, value in overrides.items():
+        if value is not None:
+            path, hint = locate(key)
+            found += _keys_in(path, hint, from_flag(value, hint))
+    return sorted(found, key=lambda flag: len(flag[0]))
+
+
+def _keys_in(path: tuple[str, ...], hint: Any, value: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield path and value of each key in a section's mapping; a key that does not exist is for `_faults` to name."""
+    hints = get_type_hints(hint, include_extras=True) if attrs.has(hint) else {}
+    sections = get_origin(hint) is Mapping and attrs.has(get_args(hint)[1])
+    if not isinstance(value, Mapping) or not (hints or sections):
+        yield path, value
+        return
+    for name, inner in value.items():
+        below = get_args(hint)[1] if sections else hints.get(name)
+        yield from _keys_in((*path, str(name)), below, inner)
 
 
 def _assign(data: dict[str, Any], path: tuple[str, ...], value: object) -> None:

@@ -263,6 +263,46 @@ def test_a_pin_from_a_flag_joins_those_of_the_file(tmp_path: Path) -> None:
     assert resolved.origins["linear.w4a16.kernels"] == f"file {path}, flag"
 
 
+def test_a_sections_mapping_joins_dotted_keys_beside_it_in_any_order() -> None:
+    section = {"max_requests": 3, "options": {"max_itl_ms": 100}}
+    dotted = {"scheduler.policy": "slo", "scheduler.options.tpot_p95_ms": 50}
+    for flags in ({**dotted, "scheduler": section}, {"scheduler": section, **dotted}):
+        resolved = load_config(None, flags)
+        scheduler = resolved.config.scheduler
+        assert (scheduler.policy, scheduler.max_requests) == ("slo", 3)
+        assert scheduler.options == {"max_itl_ms": 100, "tpot_p95_ms": 50}
+        assert resolved.origins["scheduler.max_requests"] == resolved.origins["scheduler.policy"] == "flag"
+        assert resolved.origins["scheduler.max_batched_tokens"] == "default"
+
+
+def test_a_sections_mapping_leaves_the_rest_of_the_files_section_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, DESIGN_EXAMPLE)
+    schemes = {"w4a16": {"strict": True}, "acme.w5": {"backend": "acme"}}
+    resolved = load_config(path, {"cache": {"page_size": 32, "memory": None}, "linear": schemes, "scheduler": {}})
+    config = resolved.config
+    assert (config.cache.max_model_len, config.cache.page_size, config.cache.memory) == (4096, 32, None)
+    assert config.linear["w4a16"] == LinearConfig(
+        backend="w4a16", kernels={"2..8": "w4a16.batch_tile_gemv"}, strict=True
+    )
+    assert config.linear["acme.w5"].backend == "acme"
+    assert config.scheduler.policy == "slo"
+    assert resolved.origins["cache.page_size"] == "flag"
+    assert resolved.origins["cache.max_model_len"] == f"file {path}"
+
+
+def test_options_given_whole_replace_those_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, DESIGN_EXAMPLE)
+    resolved = load_config(path, {"scheduler": {"options": {"ttft_ms": 900}}})
+    assert resolved.config.scheduler.options == {"ttft_ms": 900}
+    assert resolved.origins["scheduler.options"] == "flag"
+
+
+@pytest.mark.parametrize("cache", [{"page_sise": 1}, {"page_size": "16"}, {1: 2}])
+def test_a_wrong_key_in_a_sections_mapping_is_an_error_that_names_it(cache: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"flag: .*(page_sise|page_size|'1')"):
+        load_config(None, {"cache": cache})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
