@@ -90,4 +90,4 @@ wheels: $(VENV)/.installed-dev
 	@ls dist
 
 clean:
-	rm -rf $(VENV) $(MODELS) build dist plugins/*/build *.egg-info plugins/*/*.egg-info
+	rm -rf $(VENV) $(MODELS)/smollm2-135m-w4 $(MODELS)/smollm2-135m-mixed build dist plugins/*/build *.egg-info plugins/*/*.egg-info
