@@ -69,7 +69,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 test: $(VENV)/.installed-dev $(VENV)/.model
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # No venv and nothing installed: sources on the path, and entry points from metadata written beside them.
 GPU_PATH := $(subst $(eval ) ,:,$(CURDIR) $(addprefix $(CURDIR)/,$(PLUGINS)))
