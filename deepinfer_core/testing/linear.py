@@ -81,18 +81,19 @@ class LinearKernelSuite:
     @classmethod
     @cache
     def cases(cls) -> list[Case]:
-        """Return the problems to try: every two of dtype, group, zeros, shape, bias and residual meet.
+        """Return the problems to try: every two of dtype, group, zeros, shape, extras and row counts meet.
 
-        Each runs a quarter of the row counts, the next one the next quarter.
+        A case runs a quarter of the row counts, with or without bias and residual.
         """
         kernel, _, _ = cls.specs()
         residuals = (False, True) if "residual" in kernel.epilogues else (False,)
         extras = [(bias, residual) for residual in residuals for bias in (False, True)]
-        found = cls._cases_at(cls._shapes(), extras, zeros=True)
         ms = cls.ms()
         step = max(1, len(ms) // 4)
+        quarters = [ms[start::step] for start in range(step)]
+        found = cls._cases_at(cls._shapes(), extras, quarters, zeros=True)
         assert found, f"{kernel.name} serves none of the shapes {cls.shapes}: give it `shapes` that it serves"
-        return [evolve(case, ms=ms[i % step :: step]) for i, case in enumerate(found)]
+        return found
 
     @classmethod
     @cache
@@ -116,7 +117,12 @@ class LinearKernelSuite:
 
     @classmethod
     def _cases_at(
-        cls, shapes: Sequence[tuple[int, int]], extras: Sequence[tuple[bool, bool]], *, zeros: bool
+        cls,
+        shapes: Sequence[tuple[int, int]],
+        extras: Sequence[tuple[bool, bool]],
+        row_counts: Sequence[tuple[int, ...]] = ((),),
+        *,
+        zeros: bool,
     ) -> list[Case]:
         kernel, layout, scheme = cls.specs()
         return cases_for(
@@ -129,6 +135,7 @@ class LinearKernelSuite:
             m_max=max(cls.ms()),
             fits=lambda problem: cls.misfit(with_stand_in_card(problem, kernel.capability)) is None,
             extras=extras,
+            row_counts=row_counts,
         )
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

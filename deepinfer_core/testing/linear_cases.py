@@ -107,8 +107,9 @@ def cases_for(
     groups: Sequence[int] | None = None,
     zeros: bool = True,
     extras: Sequence[tuple[bool, bool]] = ((False, False),),
+    row_counts: Sequence[tuple[int, ...]] = ((),),
 ) -> list[Case]:
-    """Return cases in which every two values of device, dtype, group, zeros, shape and extras meet.
+    """Return cases in which every two values of device, dtype, group, zeros, shape, extras and row counts meet.
 
     Args:
         scheme: Says which group sizes there are and whether zeros.
@@ -120,6 +121,7 @@ def cases_for(
         groups: Group sizes; the scheme's own when None.
         zeros: With and without zeros where the scheme has them; False for without alone.
         extras: (bias, residual).
+        row_counts: What a case runs.
     """
     axes: Mapping[str, Sequence[Any]] = {
         "device": devices,
@@ -128,6 +130,7 @@ def cases_for(
         "zeros": (False, True) if zeros and scheme.zeros else (False,),
         "shape": tuple(dict.fromkeys(shapes)),
         "extras": extras,
+        "ms": row_counts,
     }
 
     def case_of(values: dict[str, Any]) -> Case:
@@ -144,9 +147,17 @@ def cases_for(
             zeros=values["zeros"],
             bias=bias,
         )
-        return Case(problem, residual)
+        return Case(problem, residual, values["ms"])
 
-    chosen = pairwise_cases(axes, lambda values: fits(case_of(values).problem))
+    asked: dict[tuple[Any, ...], bool] = {}
+
+    def served(values: dict[str, Any]) -> bool:
+        key = tuple(value for name, value in values.items() if name != "ms")
+        if key not in asked:
+            asked[key] = fits(case_of(values).problem)
+        return asked[key]
+
+    chosen = pairwise_cases(axes, served)
     return [case_of(values) for values in chosen]
 
 

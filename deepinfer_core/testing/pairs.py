@@ -25,10 +25,15 @@ def pairwise_cases(
     pairs: dict[tuple[Any, ...], frozenset[Any]] = {
         case: frozenset(combinations(enumerate(case), 2)) or frozenset({case}) for case in possible
     }
-    missing: set[Any] = set().union(*pairs.values())
+    having: dict[Any, list[tuple[Any, ...]]] = {}
+    for case in possible:
+        for pair in combinations(enumerate(case), 2) if len(names) > 1 else [case]:
+            having.setdefault(pair, []).append(case)
+    missing: dict[Any, None] = dict.fromkeys(having)  # in order, which a set would not keep from run to run
     chosen = []
     while missing:
-        best = max(possible, key=lambda case: len(pairs[case] & missing))
-        missing -= pairs[best]
+        best = max(having[next(iter(missing))], key=lambda case: len(pairs[case] & missing.keys()))
+        for pair in pairs[best]:
+            missing.pop(pair, None)
         chosen.append(dict(zip(names, best, strict=True)))
     return chosen
