@@ -24,12 +24,6 @@ SHARED_DEFAULT = 48 * 1024
 """Dynamic shared memory of a block, in bytes, above which a kernel must ask for more."""
 
 _lock = threading.Lock()
-_compilations = 0
-
-
-def compilations() -> int:
-    """Return how many kernels this process has compiled (disk cache hits not counted)."""
-    return _compilations
 
 
 class CudaKernel:
@@ -104,14 +98,12 @@ def require_dense_columns(kernel: str, x: torch.Tensor) -> None:
 
 
 def _load(source: CudaSource, entry: str, shared_bytes: int, device: int) -> Any:
-    global _compilations
     cupy = _cupy()
     capability = torch.cuda.get_device_capability(device)
     key = cubin_cache.cache_key(source, capability)
     cubin = cubin_cache.read(key)
     if cubin is None:
         cubin = compile_source(source, capability).cubin
-        _compilations += 1
         cubin_cache.write(key, cubin)
     with torch.cuda.device(device), cupy.cuda.Device(device):
         torch.cuda.current_stream()  # torch makes the primary context that CuPy then shares

@@ -1,4 +1,4 @@
-"""KV cache of one model: a byte budget turned into pages, page tables for its sequences, batches for attention."""
+"""KV cache of one model: pages behind tensors, page tables for its sequences, batches for attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepinfer_core.errors import CapacityError
 from deepinfer_core.kvcache.allocator import OutOfPagesError, PagePool
 from deepinfer_core.kvcache.prefix import PrefixCache
 from deepinfer_core.kvcache.sequence import KVSequence
@@ -60,43 +59,6 @@ class KVCache:
         self._reserved = 0
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in range(layers)]
         self._reserve(pages if self.device.type != "cpu" else min(pages, FIRST_PAGES))
-
-    @classmethod
-    def from_budget(
-        cls,
-        backend: AttentionBackend,
-        *,
-        layers: int,
-        page_size: int,
-        budget_bytes: int,
-        device: torch.device | str = "cpu",
-        most_pages: int | None = None,
-        prefix_cache: bool = True,
-        namespace: Hashable = (),
-    ) -> KVCache:
-        """Make a cache of as many pages as the budget holds, at most ``most_pages``.
-
-        Raises:
-            CapacityError: Not one page fits.
-        """
-        each = page_bytes(backend, layers)
-        pages = budget_bytes // each
-        if pages < 1:
-            raise CapacityError(
-                f"a KV budget of {budget_bytes:,} bytes holds no page: one page of {page_size} tokens over {layers} "
-                f"layers takes {each:,} bytes; raise [cache] memory or lower page_size"
-            )
-        if most_pages is not None:
-            pages = min(pages, most_pages)
-        return cls(
-            backend,
-            layers=layers,
-            page_size=page_size,
-            pages=pages,
-            device=device,
-            prefix_cache=prefix_cache,
-            namespace=namespace,
-        )
 
     @property
     def total_pages(self) -> int:

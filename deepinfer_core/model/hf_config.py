@@ -75,8 +75,6 @@ _FAMILIES: Mapping[str, _Family] = {
     "Qwen3ForCausalLM": _Family(model_type="qwen3", windows=_window_by_layer, qk_norm=True, head_dim=128),
 }
 
-SUPPORTED_ARCHITECTURES = tuple(sorted(_FAMILIES))
-
 
 def model_spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Read a config.json.

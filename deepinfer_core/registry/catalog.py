@@ -17,7 +17,6 @@ from deepinfer_core.plugin_api import (
     LinearKernelSpec,
     QuantizationRecipe,
     SchedulingPolicySpec,
-    WeightLayout,
     WeightLayoutSpec,
     WeightScheme,
     WeightSchemeSpec,
@@ -240,9 +239,3 @@ def make_scheme(catalog: Catalog, name: str, *, distribution: str | None = None)
     """Return the scheme's object."""
     owner = catalog.scheme(name, distribution=distribution)
     return cast(WeightScheme, make(owner.spec.factory, owner))
-
-
-def make_layout(catalog: Catalog, name: str) -> WeightLayout:
-    """Return the layout's object."""
-    owner = catalog.layout(name)
-    return cast(WeightLayout, make(owner.spec.factory, owner))

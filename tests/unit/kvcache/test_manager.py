@@ -1,18 +1,12 @@
 import pytest
 import torch
 
-from deepinfer_core.errors import CapacityError
 from deepinfer_core.kvcache.allocator import OutOfPagesError
-from deepinfer_core.kvcache.manager import FIRST_PAGES, KVCache
+from deepinfer_core.kvcache.manager import FIRST_PAGES
 
 
-def test_a_byte_budget_becomes_whole_pages(make_kv):
-    kv = make_kv()
-    assert kv.page_bytes == 2 * (4 * 2 * 4 + 4 * 2)  # two layers of float32 pairs and float16 scales
-    made = KVCache.from_budget(kv._backend, layers=2, page_size=4, budget_bytes=5 * kv.page_bytes + 1)
-    assert made.total_pages == 5
-    with pytest.raises(CapacityError, match="holds no page"):
-        KVCache.from_budget(kv._backend, layers=2, page_size=4, budget_bytes=kv.page_bytes - 1)
+def test_the_bytes_of_a_page_are_those_of_all_tensors_of_all_layers(make_kv):
+    assert make_kv().page_bytes == 2 * (4 * 2 * 4 + 4 * 2)  # two layers of float32 pairs and float16 scales
 
 
 def test_a_batch_names_positions_slots_and_pages_of_each_sequence(make_kv, fill):

@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer_core.errors import PluginError, SelectionError
 from deepinfer_core.plugin_api import LinearBackend, QuantizationRecipe
-from deepinfer_core.registry.catalog import load_factory, make_layout, make_scheme
+from deepinfer_core.registry.catalog import load_factory, make, make_scheme
 from deepinfer_core.registry.policy import resolve_policy
 
 
@@ -123,4 +123,4 @@ def test_factories_are_imported_when_asked_and_failures_name_target_and_cause(bu
     with pytest.raises(PluginError, match=r"'fake:Scheme' of 'w' \(dist-w 1\.0\)"):
         make_scheme(found, "w")
     with pytest.raises(PluginError, match=r"'fake:Layout' of 'w\.v1' \(dist-w 1\.0\)"):
-        make_layout(found, "w.v1")
+        make(found.layout("w.v1").spec.factory, found.layout("w.v1"))
