@@ -76,7 +76,7 @@ class CacheConfig:
     Attributes:
         max_model_len: Longest context of one request in tokens; None: the model's own.
         memory: Bytes of the KV cache; None: what is free, less ``reserve``.
-        reserve: Bytes to leave free on the device.
+        reserve: Bytes to leave free on the card; no effect on a CPU.
         page_size: Tokens of one page.
         prefix_cache: Keep full pages of finished requests for prompts that begin alike.
     """
@@ -90,7 +90,12 @@ class CacheConfig:
 
 @frozen(kw_only=True)
 class PluginsConfig:
-    """``[plugins]``: names (of plugins or distributions) that are not loaded; strict makes a broken one fatal."""
+    """``[plugins]``: what is not loaded, and whether what fails stops the start.
+
+    Attributes:
+        disable: Names of plugins or distributions.
+        strict: A plugin that was held back is an error; so is a gap between kernels, for every scheme.
+    """
 
     disable: tuple[str, ...] = ()
     strict: bool = False
@@ -104,7 +109,7 @@ class Config:
         model: Directory of a checkpoint or a GGUF file, relative to the working directory.
         dtype: Dtype of activations.
         device: Where it runs.
-        batch_invariant: Fix kernels so that a request's tokens do not depend on its neighbours.
+        batch_invariant: Compute every token by itself, so that a request's tokens do not depend on its neighbours.
         linear: Weight scheme -> `LinearConfig`.
         attention: See `AttentionConfig`.
         scheduler: See `SchedulerConfig`.
