@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import frozen
 
 from deepinfer_core.bench.kernel_bench import KernelBench, relative_error, time_peer
+from deepinfer_core.bench.meta import collect
 from deepinfer_core.bench.peers import PEERS, Peer
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.timing import copies_for, read_bandwidth_gbs
@@ -79,24 +77,7 @@ def run(catalog: Catalog, spec: LinearBenchSpec, report: Callable[[str], object]
             for row in _problem_rows(catalog, problem, spec, read_gbs):
                 rows.append(row)
                 report(_line(row))
-    return {"meta": meta(read_gbs), "rows": rows}
-
-
-def meta(read_gbs: float) -> dict[str, Any]:
-    """Return what a result must say about where it comes from."""
-    import importlib.metadata as metadata
-
-    cupy = next((f"{d} {metadata.version(d)}" for d in ("cupy-cuda12x", "cupy-cuda13x") if _installed(d)), "none")
-    return {
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "torch": torch.__version__,
-        "cupy": cupy,
-        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
-        "date": date.today().isoformat(),
-        "commit": _first_line(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),
-        "read_gbs": round(read_gbs),
-    }
+    return {"meta": {**collect("cuda"), "read_gbs": round(read_gbs)}, "rows": rows}
 
 
 def _problem_rows(
@@ -183,21 +164,3 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['scheme']} {row['m']:>4} x {row['n']} x {row['k']}  {row['kernel']:<28} {row['us']:8.2f} us "
         f"({share:.0%} of reads, +-{row['spread']:.1%}, err {row['rel_err']:.1e}){wrong}  {peers}"
     )
-
-
-def _installed(name: str) -> bool:
-    import importlib.metadata as metadata
-
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _first_line(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deepinfer_core.cli.options import Backend, ConfigFile, SetKeys, overrides
+from deepinfer_core.cli import bench_serving
+from deepinfer_core.cli.bench_serving import Output
+from deepinfer_core.cli.options import Backend, ConfigFile, SetKeys, overrides, parse_counts
 from deepinfer_core.errors import ConfigError
 
 app = typer.Typer(help="Measure kernels and serving; every result names device, versions and the path taken.")
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result here as JSON.")]
+app.command("serving")(bench_serving.serving)
+app.command("jitter")(bench_serving.jitter)
 
 KERNEL_SHAPES = "2560x2048,2048x2048,22016x2048,2048x11008,4608x3584,3584x3584,37888x3584,3584x18944"
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `bench` a group, also while it has one command."""
 
 
 @app.command("linear")
@@ -45,6 +41,7 @@ def linear(
 ) -> None:
     """Time our kernels, the fallback, cuBLAS, tinygemm and humming side by side on this card."""
     from deepinfer_core.bench import linear as bench
+    from deepinfer_core.bench.results import write_result
     from deepinfer_core.config import load_config
     from deepinfer_core.registry.catalog import Catalog
     from deepinfer_core.registry.discovery import discover
@@ -55,7 +52,7 @@ def linear(
     spec = bench.LinearBenchSpec(
         schemes=schemes,
         shapes=tuple(parse_shape(s) for s in shapes.split(",") if s),
-        ms=tuple(parse_count("--m", m) for m in ms.split(",") if m),
+        ms=parse_counts("--m", ms),
         group_size=group_size,
         zeros=zeros,
         act_dtype=dtype,
@@ -66,8 +63,7 @@ def linear(
     catalog = Catalog.from_discovery(discover(disable=settings.plugins.disable, strict=settings.plugins.strict))
     result = bench.run(catalog, spec)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(output, result)
         print(f"written to {output}")
 
 
@@ -81,14 +77,3 @@ def parse_shape(text: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError(f"{text!r} is not a shape; write outputs x inputs, like 4096x2048")
     return int(match[1]), int(match[2])
-
-
-def parse_count(flag: str, text: str) -> int:
-    """Read a positive number.
-
-    Raises:
-        ConfigError: It is not one.
-    """
-    if not re.fullmatch(r"\s*[1-9]\d*\s*", text):
-        raise ConfigError(f"{flag} {text!r} is not a positive whole number")
-    return int(text)

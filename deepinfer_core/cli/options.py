@@ -92,6 +92,29 @@ def overrides(
     return found | {key: value for key, value in named.items() if value is not None}
 
 
+def parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """Read positive numbers with commas between them.
+
+    Raises:
+        ConfigError: One is not, or there is none.
+    """
+    counts = tuple(parse_count(flag, part) for part in text.split(",") if part.strip())
+    if not counts:
+        raise ConfigError(f"{flag} is empty; write numbers with commas, like 1,2,4")
+    return tuple(dict.fromkeys(counts))
+
+
+def parse_count(flag: str, text: str) -> int:
+    """Read a positive number.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    if not re.fullmatch(r"\s*[1-9]\d*\s*", text):
+        raise ConfigError(f"{flag} {text!r} is not a positive whole number")
+    return int(text)
+
+
 def _pair(flag: str, text: str, form: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():

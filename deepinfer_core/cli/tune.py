@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deepinfer_core.cli.options import ConfigFile, Dtype, SetKeys, overrides
+from deepinfer_core.cli.options import ConfigFile, Dtype, SetKeys, overrides, parse_counts
 
 
 def command(
@@ -27,7 +27,6 @@ def command(
     import torch
 
     from deepinfer_core.bench import tune as measuring
-    from deepinfer_core.cli.bench import parse_count
     from deepinfer_core.cli.model_layers import layers_of_model
     from deepinfer_core.config import load_config
     from deepinfer_core.errors import KernelError
@@ -46,6 +45,6 @@ def command(
     problems = [p for _, p in layers.problems(settings, "cuda", torch.cuda.get_device_capability(), act_dtype)]
     path = timings_path(torch.cuda.get_device_name(), cache_directory())
     catalog = Catalog.from_discovery(discover(disable=settings.plugins.disable, strict=settings.plugins.strict))
-    rows = measuring.DEFAULT_MS if ms is None else tuple(parse_count("--m", m) for m in ms.split(",") if m)
+    rows = measuring.DEFAULT_MS if ms is None else parse_counts("--m", ms)
     measuring.tune(catalog, problems, path, ms=rows)
     print(f"table for {torch.cuda.get_device_name()} written to {path}; see it with: deepinfer explain {model}")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,6 +14,7 @@ from typing import Any
 from attrs import field, frozen
 
 from deepinfer_core.plugin_api import LinearProblem
+from deepinfer_core.registry.atomic_file import write_whole
 
 log = logging.getLogger("deepinfer")
 
@@ -89,13 +88,7 @@ class Timings:
                 for e in self.entries
             ],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            _replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Timings:
@@ -157,14 +150,3 @@ def _entry(raw: Any) -> Timing | None:
     if isinstance(us, bool) or not isinstance(us, int | float) or not 0 < us < float("inf"):
         return None
     return Timing(problem=raw["problem"], kernel=raw["kernel"], version=raw["version"], m=m, us=float(us))
-
-
-def _replace(source: Path, target: Path, attempts: int = 5) -> None:
-    for attempt in range(attempts):
-        try:
-            source.replace(target)
-            return
-        except PermissionError:  # on Windows a reader or a virus scanner may hold the target for a moment
-            if attempt == attempts - 1:
-                raise
-            time.sleep(0.05 * (attempt + 1))
