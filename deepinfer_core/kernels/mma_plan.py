@@ -6,6 +6,8 @@ from attrs import frozen
 
 from deepinfer_core.kernels.mma16 import FEATURES, UNIT, record_rows
 
+# Figures in this file are of one H200, 2026-11-30; docs/kernels.md says how they were taken.
+
 SHARED_LIMIT = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (12, 0): 99 * 1024}
 """Largest dynamic shared memory of a block; other cards get the smallest of these."""
 
