@@ -21,7 +21,7 @@ from deepinfer_core.kernels.cubin_cache import cache_directory
 from deepinfer_core.kvcache.manager import KVCache, page_bytes
 from deepinfer_core.model.decoder import Decoder
 from deepinfer_core.model.hf_config import model_spec_from_hf
-from deepinfer_core.model.shapes import attention_problem, dense_tensors, linear_modules, linear_slots
+from deepinfer_core.model.shapes import attention_problem, linear_modules, linear_slots, required_tensors
 from deepinfer_core.model.spec import ModelSpec
 from deepinfer_core.plugin_api import (
     AttentionBackend,
@@ -323,12 +323,10 @@ def _measured_table(place: Place) -> Timings:
 
 def _verify(checkpoint: Checkpoint, spec: ModelSpec, catalog: Catalog) -> None:
     """Check schemes, names and shapes before anything is allocated."""
-    modules = linear_modules(spec)
-    for form in dict.fromkeys(checkpoint.layer_format(m.name) for m in modules):
+    for form in dict.fromkeys(checkpoint.layer_format(m.name) for m in linear_modules(spec)):
         catalog.scheme(form.scheme, distribution=form.distribution)
-    shapes: dict[str, tuple[int, ...]] = {f"{m.name}.weight": (m.n, m.k) for m in modules}
     schemes = {name: registered.spec for name, registered in catalog.schemes.items()}
-    checkpoint.verify(dense_tensors(spec) | shapes, schemes=schemes)
+    checkpoint.verify(required_tensors(spec), schemes=schemes)
 
 
 def _attention_problem(config: Config, spec: ModelSpec, place: Place) -> AttentionProblem:
