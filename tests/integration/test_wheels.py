@@ -103,6 +103,7 @@ def test_each_wheel_that_registers_something_lists_its_names(listed: dict[str, A
     assert (plugins["w4a16"]["schemes"], plugins["w4a16"]["recipes"]) == (["w4a16"], ["w4"])
     assert plugins["w3a16"]["schemes"] == ["w3a16"]
     assert set(plugins["w3a16"]["recipes"]) == {"w3", "mixed"}
+    assert plugins["policies"]["policies"] == ["serial", "dual_stream", "mixed", "time_sliced", "slo"]
     for name in ("fp16", "w4a16", "w3a16"):
         assert plugins[name]["kernels"]
         assert plugins[name]["layouts"]
