@@ -7,8 +7,8 @@ from deepinfer_core.plugin_api import CapabilityRange, LinearKernelSpec, MRange,
 LAYOUT = "w3a16.mma16.v1"
 
 DECODE_FROM = 129
-"""Rows from which a decoded chunk and cuBLAS win. 37888 x 3584 in `mma` and decoded, us: M = 128 138 and 179, 256 275 and 205
-(H200, 2026-11-30; `docs/kernels.md` says how)."""
+"""Rows from which a decoded chunk and cuBLAS win. 37888 x 3584 in `mma` and decoded, us: M = 128 138 and 179, M = 256
+275 and 205 (H200, 2026-11-30; `docs/kernels.md` says how)."""
 
 
 def mma_layouts() -> tuple[WeightLayoutSpec, ...]:
