@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from deepinfer_core.bench.meta import collect
 from deepinfer_core.bench.peers import PEERS, Peer
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.timing import copies_for, read_bandwidth_gbs
-from deepinfer_core.plugin_api import LinearProblem
+from deepinfer_core.plugin_api import LinearKernelSpec, LinearProblem
 from deepinfer_core.registry.catalog import Catalog, Registered
 from deepinfer_core.registry.dispatch import fallback_spec
 from deepinfer_core.registry.select import LinearChoice, select_linear
 
 MAX_REL_ERR = 2e-3
-"""Largest relative error against float32 with FP16 out; a row beyond it is marked wrong and fails the run."""
+"""Largest relative error against float32 with FP16 out; a row beyond it is marked wrong, and `require_right` fails."""
 
 
 @frozen(kw_only=True)
@@ -34,7 +34,7 @@ class LinearBenchSpec:
         group_size: Codes a scale.
         zeros: Layers store zeros.
         act_dtype: Dtype of x and out.
-        choice: Backend, pins and experimental flag as in a config.
+        choice_for: Scheme -> backend, pins and experimental flag as in a config.
         kernels: Measure these kernels instead of the selected one; empty for the selected one.
         peers: Measure cuBLAS, tinygemm, humming and the fallback too.
     """
@@ -45,7 +45,7 @@ class LinearBenchSpec:
     group_size: int = 128
     zeros: bool = False
     act_dtype: str = "float16"
-    choice: LinearChoice = LinearChoice()
+    choice_for: Callable[[str], LinearChoice] = lambda _: LinearChoice()
     kernels: tuple[str, ...] = ()
     peers: bool = True
 
@@ -54,7 +54,7 @@ def run(catalog: Catalog, spec: LinearBenchSpec, report: Callable[[str], object]
     """Measure and return the result file's content: ``{meta, rows}``.
 
     Raises:
-        KernelError: There is no CUDA device, or a kernel's result is wrong (the rows so far are in the message).
+        KernelError: There is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise KernelError("bench linear measures CUDA kernels and no CUDA device is here")
@@ -80,13 +80,28 @@ def run(catalog: Catalog, spec: LinearBenchSpec, report: Callable[[str], object]
     return {"meta": {**collect("cuda"), "read_gbs": round(read_gbs)}, "rows": rows}
 
 
+def require_right(result: Mapping[str, Any]) -> None:
+    """Check that every kernel computed what it should have; for when the result is written down.
+
+    Raises:
+        KernelError: Naming the first row that is wrong.
+    """
+    wrong = [row for row in result["rows"] if not row["correct"]]
+    if wrong:
+        raise KernelError(
+            f"{len(wrong)} of {len(result['rows'])} rows are wrong, the first: {wrong[0]['kernel']} at "
+            f"{wrong[0]['m']} x {wrong[0]['n']} x {wrong[0]['k']} with a relative error of {wrong[0]['rel_err']:.1e}; "
+            f"at most {MAX_REL_ERR:.0e} is right"
+        )
+
+
 def _problem_rows(
     catalog: Catalog, problem: LinearProblem, spec: LinearBenchSpec, read_gbs: float
 ) -> Iterable[dict[str, Any]]:
     bench = KernelBench(catalog, problem)
-    selection = select_linear(catalog, problem, spec.choice)
+    selection = select_linear(catalog, problem, spec.choice_for(problem.scheme))
     chosen = {m: selection.table.kernel_for(m).kernel for m in spec.ms}
-    plan: dict[str, tuple[Registered[Any], list[int]]] = {}
+    plan: dict[str, tuple[Registered[LinearKernelSpec], list[int]]] = {}
     for m in spec.ms:
         names = spec.kernels or (chosen[m].spec.name,)
         for name in names:
@@ -126,7 +141,7 @@ def _problem_rows(
                 }
 
 
-def _fallback(catalog: Catalog, problem: LinearProblem) -> Registered[Any]:
+def _fallback(catalog: Catalog, problem: LinearProblem) -> Registered[LinearKernelSpec]:
     """Return dequantize + matmul over the canonical rows, the honest baseline of every scheme."""
     layouts = [s for s in catalog.layouts.values() if s.spec.scheme == problem.scheme and "cuda" in s.spec.devices]
     rows = next((s for s in layouts if ".rows." in s.spec.name), layouts[0])

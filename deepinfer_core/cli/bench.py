@@ -49,6 +49,8 @@ def linear(
 
     settings = load_config(config, overrides(sets=sets, backend=backend)).config
     schemes = tuple(s for s in scheme.split(",") if s)
+    if not schemes:
+        raise ConfigError(f"--scheme {scheme!r} names none; write it like w4a16,w3a16")
     spec = bench.LinearBenchSpec(
         schemes=schemes,
         shapes=tuple(parse_shape(s) for s in shapes.split(",") if s),
@@ -56,7 +58,7 @@ def linear(
         group_size=group_size,
         zeros=zeros,
         act_dtype=dtype,
-        choice=LinearChoice.from_settings(settings.linear_for(schemes[0])),
+        choice_for=lambda name: LinearChoice.from_settings(settings.linear_for(name)),
         kernels=tuple(kernel or ()),
         peers=peers,
     )
@@ -65,6 +67,7 @@ def linear(
     if output is not None:
         write_result(output, result)
         print(f"written to {output}")
+    bench.require_right(result)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
