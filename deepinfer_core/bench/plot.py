@@ -13,6 +13,7 @@ from deepinfer_core.bench.results import BenchError
 
 PANEL_INCHES = (4.2, 3.8)
 MS = 1e3
+KINDS = (".png", ".svg", ".pdf")
 
 
 @frozen
@@ -39,28 +40,30 @@ def gaps_over_time(token_times_ms: Sequence[Sequence[float]]) -> list[tuple[floa
     return sorted(points)
 
 
-def require() -> None:
+def require(path: Path) -> None:
     """Say so before anything is measured when nothing could be drawn.
 
     Raises:
-        BenchError: matplotlib is not installed.
+        BenchError: The file's ending is none of `KINDS`, or matplotlib is not installed.
     """
+    if path.suffix.lower() not in KINDS:
+        raise BenchError(f"--plot {path}: the file must end in one of {', '.join(KINDS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib, which is not installed: pip install 'deepinfer-core[bench]'")
 
 
 def draw(path: Path, panels: Sequence[Panel], caption: str) -> None:
-    """Write a picture; the file's ending says of which kind (``.png``, ``.svg``).
+    """Write a picture.
 
     Args:
-        path: The file.
+        path: The file, of one of the `KINDS`.
         panels: From left to right.
         caption: Model, device and date, below the panels.
 
     Raises:
-        BenchError: matplotlib is not installed, or cannot write such a file.
+        BenchError: As `require`.
     """
-    require()
+    require(path)
     from matplotlib.figure import Figure
 
     width, height = PANEL_INCHES
@@ -76,12 +79,12 @@ def draw(path: Path, panels: Sequence[Panel], caption: str) -> None:
             axis.axvline(panel.mark[0], color="black", linewidth=0.8, label=panel.mark[1])
         axis.set_title(panel.title)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_xlabel("s")
-        axis.legend(fontsize="x-small")
+        if panel.series:
+            axis.legend(fontsize="x-small")
     axes[0].set_ylabel("gap between tokens (ms)")
     figure.supxlabel(caption, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(path, dpi=110)
-    except ValueError as error:
-        raise BenchError(f"--plot {path}: {error}") from error
+    figure.savefig(path, dpi=110)

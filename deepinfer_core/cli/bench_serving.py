@@ -176,7 +176,7 @@ def _check_plot(plot: Path | None) -> None:
     if plot is not None:
         from deepinfer_core.bench.plot import require
 
-        require()
+        require(plot)
 
 
 def _keep(result: dict[str, Any], panels: Callable[..., Any], output: Path | None, plot: Path | None) -> None:
