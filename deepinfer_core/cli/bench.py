@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
 from deepinfer_core.cli import bench_serving
 from deepinfer_core.cli.bench_serving import Output
-from deepinfer_core.cli.options import Backend, ConfigFile, SetKeys, overrides, parse_counts
+from deepinfer_core.cli.options import Backend, ConfigFile, SetKeys, overrides, parse_counts, parse_shape
 from deepinfer_core.errors import ConfigError
 
 app = typer.Typer(help="Measure kernels and serving; every result names device, versions and the path taken.")
@@ -40,11 +39,10 @@ def linear(
     output: Output = None,
 ) -> None:
     """Time our kernels, the fallback, cuBLAS, tinygemm and humming side by side on this card."""
+    from deepinfer_core.assemble import catalog_for
     from deepinfer_core.bench import linear as bench
     from deepinfer_core.bench.results import write_result
     from deepinfer_core.config import load_config
-    from deepinfer_core.registry.catalog import Catalog
-    from deepinfer_core.registry.discovery import discover
     from deepinfer_core.registry.select import LinearChoice
 
     settings = load_config(config, overrides(sets=sets, backend=backend)).config
@@ -62,21 +60,8 @@ def linear(
         kernels=tuple(kernel or ()),
         peers=peers,
     )
-    catalog = Catalog.from_discovery(discover(disable=settings.plugins.disable, strict=settings.plugins.strict))
-    result = bench.run(catalog, spec)
+    result = bench.run(catalog_for(settings), spec)
     if output is not None:
         write_result(output, result)
         print(f"written to {output}")
     bench.require_right(result)
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """Read ``NxK``.
-
-    Raises:
-        ConfigError: The text is not two positive numbers around an x.
-    """
-    match = re.fullmatch(r"\s*([1-9]\d*)\s*[xX]\s*([1-9]\d*)\s*", text)
-    if match is None:
-        raise ConfigError(f"{text!r} is not a shape; write outputs x inputs, like 4096x2048")
-    return int(match[1]), int(match[2])

@@ -16,7 +16,7 @@ from rich.table import Table
 from deepinfer_core.cli.console import console
 from deepinfer_core.cli.cuda_driver import ask_driver
 from deepinfer_core.cli.model_layers import ModelLayers, layers_of_model
-from deepinfer_core.cli.options import Backend, ConfigFile, Device, Dtype, SetKeys, overrides
+from deepinfer_core.cli.options import Backend, ConfigFile, Device, Dtype, SetKeys, overrides, parse_shape
 from deepinfer_core.config import Config, ResolvedConfig, load_config
 from deepinfer_core.errors import ConfigError, DeepinferError, SelectionError
 from deepinfer_core.kernels.cubin_cache import cache_directory
@@ -28,8 +28,6 @@ from deepinfer_core.registry.discovery import discover
 from deepinfer_core.registry.explain import LinearExplanation, attention_to_json, auto_dtype, explain_linear
 from deepinfer_core.registry.select import AttentionSelection, LinearChoice, select_attention
 from deepinfer_core.registry.tuning import Timings, timings_path
-
-_SHAPE = re.compile(r"(\d+)\s*[xX]\s*(\d+)")
 
 
 @frozen(kw_only=True)
@@ -173,13 +171,11 @@ def _shape_problems(
 ) -> list[tuple[str, LinearProblem]]:
     problems = []
     for text in shapes:
-        match = _SHAPE.fullmatch(text.strip())
+        n, k = parse_shape(text)
         try:
-            if match is None:
-                raise ValueError("write outputs x inputs, such as 4096x4096")
             problem = LinearProblem(
-                n=int(match[1]),
-                k=int(match[2]),
+                n=n,
+                k=k,
                 m_max=settings.scheduler.max_batched_tokens,
                 device=target.device,
                 capability=target.capability,

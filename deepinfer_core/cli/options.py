@@ -92,6 +92,18 @@ def overrides(
     return found | {key: value for key, value in named.items() if value is not None}
 
 
+def parse_shape(text: str) -> tuple[int, int]:
+    """Read ``NxK``.
+
+    Raises:
+        ConfigError: The text is not two positive numbers around an x.
+    """
+    match = re.fullmatch(r"\s*([1-9]\d*)\s*[xX]\s*([1-9]\d*)\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a shape; write outputs x inputs, like 4096x2048")
+    return int(match[1]), int(match[2])
+
+
 def parse_counts(flag: str, text: str) -> tuple[int, ...]:
     """Read positive numbers with commas between them.
 

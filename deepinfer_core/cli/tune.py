@@ -26,25 +26,32 @@ def command(
     """
     import torch
 
+    from deepinfer_core.assemble import catalog_for
     from deepinfer_core.bench import tune as measuring
     from deepinfer_core.cli.model_layers import layers_of_model
     from deepinfer_core.config import load_config
     from deepinfer_core.errors import KernelError
     from deepinfer_core.kernels.cubin_cache import cache_directory
-    from deepinfer_core.registry.catalog import Catalog
-    from deepinfer_core.registry.discovery import discover
+    from deepinfer_core.plugin_api import LinearProblem
+    from deepinfer_core.registry.explain import auto_dtype
+    from deepinfer_core.registry.select import LinearChoice
     from deepinfer_core.registry.tuning import timings_path
 
     if not torch.cuda.is_available():
         raise KernelError("tune measures kernels on a CUDA device and none is here; `deepinfer doctor` says what is")
     settings = load_config(config, overrides(sets=sets, dtype=dtype)).config
     layers = layers_of_model(model)
+    catalog, capability = catalog_for(settings), torch.cuda.get_device_capability()
+
+    def linear_in(dtype: str) -> list[LinearProblem]:
+        return [problem for _, problem in layers.problems(settings, "cuda", capability, dtype)]
+
     act_dtype: str = settings.dtype
     if act_dtype == "auto":
-        act_dtype = layers.spec.dtype if layers.spec.dtype in ("float16", "bfloat16") else "float16"
-    problems = [p for _, p in layers.problems(settings, "cuda", torch.cuda.get_device_capability(), act_dtype)]
+        act_dtype = auto_dtype(
+            catalog, linear_in, lambda _: LinearChoice(), capability=capability, model_dtype=layers.spec.dtype
+        )
     path = timings_path(torch.cuda.get_device_name(), cache_directory())
-    catalog = Catalog.from_discovery(discover(disable=settings.plugins.disable, strict=settings.plugins.strict))
     rows = measuring.DEFAULT_MS if ms is None else parse_counts("--m", ms)
-    measuring.tune(catalog, problems, path, ms=rows)
+    measuring.tune(catalog, linear_in(act_dtype), path, ms=rows)
     print(f"table for {torch.cuda.get_device_name()} written to {path}; see it with: deepinfer explain {model}")
