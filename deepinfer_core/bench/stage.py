@@ -139,7 +139,7 @@ class Stage:
         cache = self.running.cache
         cache.assert_no_leaks()
         if cache.prefix is not None:
-            cache.prefix.evict(cache.prefix.pages)
+            cache.prefix.clear()
 
     def check(self, bench: Bench, what: str) -> None:
         """Check that the policy, and not core in its place, planned what was measured.
