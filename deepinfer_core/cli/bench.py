@@ -51,7 +51,7 @@ def linear(
         raise ConfigError(f"--scheme {scheme!r} names none; write it like w4a16,w3a16")
     spec = bench.LinearBenchSpec(
         schemes=schemes,
-        shapes=tuple(parse_shape(s) for s in shapes.split(",") if s),
+        shapes=tuple(parse_shape("--shapes", s) for s in shapes.split(",") if s),
         ms=parse_counts("--m", ms),
         group_size=group_size,
         zeros=zeros,

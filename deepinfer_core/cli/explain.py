@@ -171,7 +171,7 @@ def _shape_problems(
 ) -> list[tuple[str, LinearProblem]]:
     problems = []
     for text in shapes:
-        n, k = parse_shape(text)
+        n, k = parse_shape("--shape", text)
         try:
             problem = LinearProblem(
                 n=n,

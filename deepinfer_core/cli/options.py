@@ -92,7 +92,7 @@ def overrides(
     return found | {key: value for key, value in named.items() if value is not None}
 
 
-def parse_shape(text: str) -> tuple[int, int]:
+def parse_shape(flag: str, text: str) -> tuple[int, int]:
     """Read ``NxK``.
 
     Raises:
@@ -100,7 +100,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"\s*([1-9]\d*)\s*[xX]\s*([1-9]\d*)\s*", text)
     if match is None:
-        raise ConfigError(f"{text!r} is not a shape; write outputs x inputs, like 4096x2048")
+        raise ConfigError(f"{flag} {text!r} is not a shape; write outputs x inputs, like 4096x2048")
     return int(match[1]), int(match[2])
 
 

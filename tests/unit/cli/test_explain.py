@@ -124,7 +124,7 @@ def test_the_printed_table_names_ranges_kernels_and_rejections(capsys: pytest.Ca
     [
         ([], 2, "nothing to explain"),
         (["--shape", "64by64"], 2, "write outputs x inputs"),
-        (["--shape", "0x64"], 2, "n, k, m_max >= 1"),
+        (["--shape", "0x64"], 2, "--shape '0x64' is not a shape"),
         (["--shape", "64x64", "--capability", "abc"], 2, "'abc' is not a compute capability"),
         (["--shape", "64x64", "--device", "cuda"], 2, "such as --capability 86"),
         (["--shape", "64x64", "--device", "cpu", "--capability", "86"], 2, "leave one out"),
