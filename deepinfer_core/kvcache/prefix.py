@@ -17,12 +17,13 @@ def page_key(tokens: tuple[int, ...]) -> int:
 
 @define(eq=False)
 class Node:
-    """One cached page: its tokens, and by its parent chain all tokens before them."""
+    """One cached page: its tokens, and by its parent chain all tokens before them; ``key`` is of roots alone."""
 
     parent: Node | None
     tokens: tuple[int, ...]
     page: int
     children: dict[int, Node] = field(factory=dict)
+    key: Hashable = None
 
 
 class PrefixCache:
@@ -53,7 +54,7 @@ class PrefixCache:
     def root(self, salt: Hashable = None) -> Node:
         """Return the empty prefix of a salt; prompts under different salts never share a page."""
         key = (self._namespace, salt)
-        return self._roots.setdefault(key, Node(None, (), -1))
+        return self._roots.setdefault(key, Node(None, (), -1, key=key))
 
     def match(self, tokens: Sequence[int], page_size: int, salt: Hashable = None) -> list[Node]:
         """Return the longest cached chain of full pages, with a reference taken on each page.
@@ -61,7 +62,9 @@ class PrefixCache:
         A hash alone proves nothing: the tokens of each page are compared, those before it by the chain itself. The
         last token is never matched, so that there is one to compute and logits to sample from.
         """
-        node, found = self.root(salt), []
+        node, found = self._roots.get((self._namespace, salt)), list[Node]()
+        if node is None:
+            return found
         for start in range(0, len(tokens) - page_size, page_size):
             wanted = tuple(tokens[start : start + page_size])
             child = node.children.get(page_key(wanted))
@@ -106,6 +109,8 @@ class PrefixCache:
             assert not node.children, "a page with cached pages behind it must not be evicted before them"
             assert node.parent is not None
             del node.parent.children[page_key(node.tokens)]
+            if node.parent.parent is None and not node.parent.children:
+                del self._roots[node.parent.key]  # a salt that is used once must not be kept for ever
             left = self._pool.free(node.page)
             assert left == 0, f"evicted page {node.page} still has {left} readers"
         self.pages -= count

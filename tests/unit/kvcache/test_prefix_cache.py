@@ -68,6 +68,15 @@ def test_equal_hashes_never_share_a_page(make_kv, fill, read, monkeypatch, bits)
     kv.free(again)
 
 
+def test_salts_that_are_used_once_leave_nothing_behind(make_kv, fill):
+    kv = make_kv(pages=4)
+    for salt in range(50):
+        kv.free(kv.open([1, 2, 3, 4, 5], salt=f"asks only {salt}"))
+        kv.free(finish(kv, fill, [1, 2, 3, 4, 5], salt=salt))
+    assert len(kv.prefix._roots) <= 4
+    assert kv.open([1, 2, 3, 4, 5], salt=49).cached == 4
+
+
 def test_salts_and_reuse_off_keep_prompts_apart(make_kv, fill):
     kv = make_kv()
     kv.free(finish(kv, fill, [1, 2, 3, 4, 5], salt="a"))
