@@ -81,7 +81,7 @@ def run(catalog: Catalog, spec: LinearBenchSpec, report: Callable[[str], object]
 
 
 def require_right(result: Mapping[str, Any]) -> None:
-    """Check that every kernel computed what it should have; for when the result is written down.
+    """Check that every kernel computed what it should have; a fast wrong result is none, and is not written down.
 
     Raises:
         KernelError: Naming the first row that is wrong.

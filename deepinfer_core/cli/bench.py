@@ -61,7 +61,7 @@ def linear(
         peers=peers,
     )
     result = bench.run(catalog_for(settings), spec)
+    bench.require_right(result)
     if output is not None:
         write_result(output, result)
         print(f"written to {output}")
-    bench.require_right(result)
