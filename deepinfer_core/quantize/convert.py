@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from deepinfer_core.checkpoint import Checkpoint, LayerPatterns, open_checkpoint
 from deepinfer_core.checkpoint.atomic_directory import atomic_directory, check_destination
 from deepinfer_core.checkpoint.writer import PlannedTensor, TensorWriter
-from deepinfer_core.errors import CapacityError, CheckpointError, ConfigError, nearest
+from deepinfer_core.errors import CapacityError, CheckpointError, ConfigError, DeepinferError, nearest
 from deepinfer_core.model.hf_config import model_spec_from_hf
 from deepinfer_core.model.shapes import HEAD, dense_tensors, linear_modules, required_tensors
 from deepinfer_core.model.spec import ModelSpec
@@ -78,12 +78,12 @@ def quantize(
     begun = time.perf_counter()
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-    source, destination = open_checkpoint(src), Path(dst).expanduser().resolve()
+    source, destination = open_checkpoint(src), _real_path(dst)
     try:
         check_destination(destination, overwrite=overwrite)
         _check_apart(source, destination)
         found = find_recipe(recipe, catalog)
-        spec = model_spec_from_hf(source.hf_config)
+        spec = model_spec_from_hf(source.hf_config, str(source.config_file))
         source.verify(
             required_tensors(spec),
             schemes={name: registered.spec for name, registered in catalog.schemes.items()},
@@ -112,6 +112,13 @@ def quantize(
     finally:
         source.close()
     return report
+
+
+def _real_path(dst: str | Path) -> Path:
+    try:
+        return Path(dst).expanduser().resolve()
+    except (OSError, RuntimeError) as error:  # a loop of symbolic links
+        raise CheckpointError(f"{dst} cannot be written to: {error}") from error
 
 
 def _check_apart(source: Checkpoint, destination: Path) -> None:
@@ -214,7 +221,10 @@ def _write_layer(
     for weight in _weight_chunks(stored, layer, schemes):
         if not bool(torch.isfinite(weight).all()):
             raise CheckpointError(f"{source.path}: {layer.module}.weight holds NaN or infinity; it cannot be quantized")
-        part = scheme.quantize(weight, group_size=target.group_size, zeros=target.zeros, method=method)
+        try:
+            part = scheme.quantize(weight, group_size=target.group_size, zeros=target.zeros, method=method)
+        except DeepinferError as error:
+            raise type(error)(f"{source.path}: {layer.module}.weight as {target}: {error}") from error
         values = scheme.dequantize(part, k=layer.k, group_size=target.group_size, dtype=torch.float32)
         wrong += float((values - weight).square().sum(dtype=torch.float64))
         norm += float(weight.square().sum(dtype=torch.float64))
@@ -243,11 +253,10 @@ def _as_planned(tensor: torch.Tensor, planned: PlannedTensor, source: Checkpoint
     """Round a dense tensor to its planned dtype; a value that does not fit is an error, not infinity."""
     import torch
 
-    wanted: torch.dtype = getattr(torch, planned.dtype)
-    if tensor.dtype == wanted:
-        return tensor
-    converted = tensor.to(wanted)
-    if not bool(torch.isfinite(converted).all()):
+    converted = tensor.to(getattr(torch, planned.dtype))
+    if converted.is_floating_point() and not bool(torch.isfinite(converted).all()):
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{source.path}: {planned.name} holds NaN or infinity; the model is damaged")
         raise CheckpointError(f"{source.path}: {planned.name} has values that {planned.dtype} cannot hold")
     return converted
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from deepinfer_core.checkpoint import LayerFormat, open_checkpoint
-from deepinfer_core.errors import CapacityError, CheckpointError, ConfigError, ModelError
+from deepinfer_core.errors import CapacityError, CheckpointError, ConfigError, DeepinferError, ModelError
 from deepinfer_core.llm import LLM
 from deepinfer_core.quantize import QuantizationReport, quantize
 from deepinfer_core.registry.catalog import Catalog, make_scheme
@@ -435,6 +435,31 @@ def test_weights_that_are_not_finite_are_named(save: Callable[..., Path], tmp_pa
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj.weight holds NaN or infinity"):
         quantize(save(tensors), tmp_path / "result", "w4", catalog=catalog)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD, "model.norm.weight"])
+def test_tensors_that_stay_dense_are_checked_too(
+    save: Callable[..., Path], tmp_path: Path, catalog: Catalog, name: str
+) -> None:
+    tensors = llama_tensors()
+    tensors[name].view(-1)[5] = float("inf")
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
+        quantize(save(tensors), tmp_path / "result", "w4", catalog=catalog)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_a_layer_that_its_scheme_refuses_is_named(save: Callable[..., Path], tmp_path: Path, catalog: Catalog) -> None:
+    tensors = {name: tensor.float() for name, tensor in llama_tensors().items()}
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e30
+    with pytest.raises(DeepinferError, match=r"src: model.layers.1.mlp.up_proj.weight as w4a16 .*65504"):
+        quantize(save(tensors), tmp_path / "result", "w4", catalog=catalog)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_a_loop_of_links_as_destination_is_named(save: Callable[..., Path], tmp_path: Path, catalog: Catalog) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match=r"loop cannot be written to: "):
+        quantize(save(llama_tensors()), tmp_path / "loop", "w4", catalog=catalog)
 
 
 def test_an_unknown_method_is_named(save: Callable[..., Path], tmp_path: Path, catalog: Catalog) -> None:
