@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, field, fields, frozen, has
 
 from deepinfer_core.checkpoint.base import Checkpoint
 from deepinfer_core.checkpoint.reader import open_checkpoint
 from deepinfer_core.config import Config
 from deepinfer_core.engine.engine import ONE_LANE, Engine
 from deepinfer_core.engine.planner import DECODE_FIRST
-from deepinfer_core.errors import CapacityError, ConfigError, nearest
+from deepinfer_core.errors import CapacityError, ConfigError, PluginError, nearest
 from deepinfer_core.kernels.cubin_cache import cache_directory
 from deepinfer_core.kvcache.manager import KVCache, page_bytes
 from deepinfer_core.model.decoder import Decoder
@@ -181,14 +181,20 @@ def assemble(
     )
     policy = choose_policy(config, catalog, describe)
     checkpoint = open_checkpoint(Path(config.model))
-    spec = model_spec_from_hf(checkpoint.hf_config)
+    spec = model_spec_from_hf(checkpoint.hf_config, str(checkpoint.config_file))
+    asked = config.cache.max_model_len
+    if asked is not None and asked > spec.max_length:
+        raise ConfigError(
+            f"{describe('cache.max_model_len')}: {checkpoint.config_file} allows contexts of up to {spec.max_length} "
+            "tokens; lower max_model_len, or leave it out for the model's own"
+        )
     _verify(checkpoint, spec, catalog)
     place = resolve_place(config, spec, checkpoint, catalog)
     select = LinearSelector(catalog, config, _measured_table(place))
     attention = select_attention(catalog, _attention_problem(config, spec, place), config.attention.backend)
     backend: AttentionBackend = make(attention.spec.spec.factory, attention.spec, attention.problem)
-    if place.device.type == "cpu" or config.cache.memory is not None:
-        _kv_size(config, spec, place, backend)  # what cannot fit is said before the weights are read
+    known = place.device.type == "cpu" or config.cache.memory is not None
+    sizes = _kv_size(config, spec, place, backend) if known else None  # what cannot fit is said before the weights
     tokenizer = load_tokenizer(checkpoint)
     decoder = Decoder.load(
         spec,
@@ -198,11 +204,11 @@ def assemble(
         device=place.device,
         dtype=place.dtype,
         m_max=config.scheduler.max_batched_tokens,
-        max_len=attention.problem.max_model_len,
+        max_len=sizes[1] if sizes else attention.problem.max_model_len,
         progress=progress,
     )
     select.report()
-    pages, max_model_len = _kv_size(config, spec, place, backend)
+    pages, max_model_len = sizes or _kv_size(config, spec, place, backend)
     cache = KVCache(
         backend,
         layers=spec.layers,
@@ -268,6 +274,11 @@ def choose_policy(config: Config, catalog: Catalog, describe: Callable[[str], st
             raise ConfigError(f"{describe('scheduler.options')}: policy {spec.name!r} has no options")
         return ChosenPolicy(name=spec.name, lanes=spec.lanes, planner=make(spec.factory, chosen))
     options = load_factory(spec.options, chosen)
+    if not has(options):
+        raise PluginError(
+            f"policy {spec.name!r} ({chosen.distribution} {chosen.version}): options = {spec.options!r} must name an "
+            "attrs class, whose fields are the policy's options"
+        )
     known = [attribute.name for attribute in fields(options)]
     for key in given:
         if key not in known:

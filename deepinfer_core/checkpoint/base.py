@@ -84,6 +84,11 @@ class Checkpoint(ABC):
         """Let go of open files."""
 
     @property
+    def config_file(self) -> Path:
+        """The file that `hf_config` comes from, for error messages."""
+        return self.path if self.kind == "gguf" else self.path / "config.json"
+
+    @property
     def tied(self) -> bool:
         """True when the head is the embedding: the config ties them and the head is not quantized on its own."""
         return bool(self.hf_config.get("tie_word_embeddings", False)) and self.layer_format(HEAD_MODULE).dense
@@ -119,9 +124,7 @@ class Checkpoint(ABC):
         """
         stored = self._resolve(name)
         if self._stored_dtype(stored) not in FLOATS:
-            raise CheckpointError(
-                f"{self.file_of(stored)}: {name} is {self._stored_dtype(stored)}; a dense weight must be floating"
-            )
+            raise self._not_floating(name)
         return self._read(stored)
 
     def layer_tensors(self, module: str) -> dict[str, torch.Tensor]:
@@ -185,6 +188,8 @@ class Checkpoint(ABC):
             if logical not in names:
                 if logical not in missing:  # a tied head asks for the embedding a second time
                     missing.append(logical)
+            elif self.dtype(logical) not in FLOATS:
+                raise self._not_floating(logical)
             elif shape is not None and self.shape(logical) != tuple(shape):
                 raise CheckpointError(
                     f"{self.file_of(self._resolve(logical))}: {logical} has shape {list(self.shape(logical))}, "
@@ -219,6 +224,11 @@ class Checkpoint(ABC):
             if not present:
                 missing.append(f"{module}.packed")
             return present
+        if form.group_size == 0 and any(part.per == "group" for part in spec.stored(zeros=form.zeros)):
+            raise CheckpointError(
+                f"{self.path}: {module} is {form.scheme} with group_size 0, but {form.scheme} stores scales by group; "
+                "correct quantization_config or convert the model again"
+            )
         for part in spec.stored(zeros=form.zeros):
             name = f"{module}.{part.name}"
             if name not in present:
@@ -242,6 +252,11 @@ class Checkpoint(ABC):
                 f"{self.path}: layer {module} should be {self.layer_format(module)}, but it has no tensors"
             )
         return found
+
+    def _not_floating(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.file_of(self._resolve(name))}: {name} is {self.dtype(name)}; a dense weight must be floating"
+        )
 
     def _resolve(self, name: str) -> str:
         """Return the stored name of a logical one."""

@@ -74,7 +74,7 @@ def layers_of_model(path: Path) -> ModelLayers:
         return _from_config_alone(config_file)
     checkpoint = open_checkpoint(path)
     try:
-        spec = model_spec_from_hf(checkpoint.hf_config)
+        spec = model_spec_from_hf(checkpoint.hf_config, str(checkpoint.config_file))
         formats = {module.name: checkpoint.layer_format(module.name) for module in linear_modules(spec)}
         return ModelLayers(spec=spec, format_of=formats.__getitem__)
     finally:
@@ -94,4 +94,4 @@ def _from_config_alone(file: Path) -> ModelLayers:
         patterns = LayerPatterns.from_config(section, str(file))
     elif section is not None:
         refuse_foreign_config(file, section)
-    return ModelLayers(spec=model_spec_from_hf(config), format_of=patterns.format_of)
+    return ModelLayers(spec=model_spec_from_hf(config, str(file)), format_of=patterns.format_of)

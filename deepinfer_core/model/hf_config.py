@@ -16,6 +16,9 @@ from deepinfer_core.model.spec import ModelSpec
 
 _log = logging.getLogger("deepinfer")
 
+MAX_LAYERS = 10_000
+"""Far beyond any model; what a spec lists layer by layer stays small whatever a broken config says."""
+
 Windows = tuple[int | None, ...]
 
 
@@ -54,11 +57,11 @@ def _window_by_layer(config: ConfigValues, layers: int) -> Windows:
         first = config.integer("max_window_layers", 28, at_least=0)
         return tuple(window if layer >= first else None for layer in range(layers))
     if not isinstance(types, list | tuple) or len(types) != layers:
-        raise ModelError(f"config.json: layer_types is {types!r}; it must list one type for each of {layers} layers")
+        raise ModelError(f"{config.where}: layer_types is {types!r}; it must list one type for each of {layers} layers")
     known = {"sliding_attention": window, "full_attention": None}
     for kind in types:
         if kind not in known:
-            raise ModelError(f"config.json: layer type {kind!r} is not supported; {nearest(str(kind), known)}")
+            raise ModelError(f"{config.where}: layer type {kind!r} is not supported; {nearest(str(kind), known)}")
     return tuple(known[kind] for kind in types)
 
 
@@ -76,30 +79,32 @@ _FAMILIES: Mapping[str, _Family] = {
 }
 
 
-def model_spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
+def model_spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelSpec:
     """Read a config.json.
 
     Notices about values that had to be assumed go to the logger ``"deepinfer"``.
 
     Args:
         config: The file as parsed JSON, or an equal mapping made from GGUF metadata.
+        where: The file, for messages.
 
     Raises:
         ModelError: The architecture, or something that the config turns on, is not supported; or a value is missing,
             of the wrong type or contradicts another. The text names the key, what was found and what is possible.
     """
-    values = ConfigValues(config)
+    values = ConfigValues(config, where)
     architecture, family = _family(values)
     activation = values.raw("hidden_act") or "silu"
     if activation != "silu":
         raise ModelError(
-            f"config.json: hidden_act {activation!r} is not supported; {architecture} runs with 'silu' only"
+            f"{values.where}: hidden_act {activation!r} is not supported; {architecture} runs with 'silu' only"
         )
-    hidden, layers, heads = (values.integer(k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    hidden, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+    layers = values.integer("num_hidden_layers", at_most=MAX_LAYERS)
     kv_heads = values.integer("num_key_value_heads", heads if family.kv_heads_default_to_heads else None)
     if heads % kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            f"{values.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     head_dim = _head_dim(values, family, hidden, heads)
     attention_bias = values.boolean("attention_bias", False)
@@ -141,7 +146,7 @@ def _family(values: ConfigValues) -> tuple[str, _Family]:
             if family.model_type == values.raw("model_type"):
                 return name, family
     asked = ", ".join(map(str, names)) or f"model_type {values.raw('model_type')!r}"
-    raise ModelError(f"config.json: the architecture {asked} is not supported; {nearest(asked, _FAMILIES)}")
+    raise ModelError(f"{values.where}: the architecture {asked} is not supported; {nearest(asked, _FAMILIES)}")
 
 
 def _head_dim(values: ConfigValues, family: _Family, hidden: int, heads: int) -> int:
@@ -151,19 +156,19 @@ def _head_dim(values: ConfigValues, family: _Family, hidden: int, heads: int) ->
         head_dim = family.head_dim
     elif hidden % heads:
         raise ModelError(
-            f"config.json: hidden_size {hidden} is not a multiple of {heads} heads, and head_dim is not given"
+            f"{values.where}: hidden_size {hidden} is not a multiple of {heads} heads, and head_dim is not given"
         )
     else:
         head_dim = hidden // heads
     if head_dim % 2:
-        raise ModelError(f"config.json: head_dim {head_dim} is odd; rotary embeddings need an even one")
+        raise ModelError(f"{values.where}: head_dim {head_dim} is odd; rotary embeddings need an even one")
     return head_dim
 
 
 def _max_length(values: ConfigValues, family: _Family, rope: RopeSpec) -> int:
     """Return the trained length, or what yarn stretches it to; llama3 and linear configs state the stretched one."""
     if "max_position_embeddings" not in values and family.default_max_positions is not None:
-        _log.warning("config.json has no max_position_embeddings; %d is used", family.default_max_positions)
+        _log.warning("%s has no max_position_embeddings; %d is used", values.where, family.default_max_positions)
     stated = values.integer("max_position_embeddings", family.default_max_positions)
     if rope.type == "yarn":
         return max(stated, int(rope.original_max_positions * rope.factor))

@@ -28,10 +28,10 @@ def rope_from_hf(config: ConfigValues) -> RopeSpec:
     kind = values.raw("rope_type") or values.raw("type") or "default"
     if kind not in SUPPORTED:
         known = nearest(str(kind), SUPPORTED)
-        raise ModelError(f"config.json: rope type {kind!r} is not supported; {known}")
+        raise ModelError(f"{config.where}: rope type {kind!r} is not supported; {known}")
     partial = values.raw("partial_rotary_factor") or config.raw("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"config.json: partial_rotary_factor is {partial!r}; heads are rotated in full only")
+        raise ModelError(f"{config.where}: partial_rotary_factor is {partial!r}; heads are rotated in full only")
     theta = _theta(config, values)
     if kind == "default":
         return RopeSpec(theta=theta)
@@ -44,7 +44,7 @@ def rope_from_hf(config: ConfigValues) -> RopeSpec:
         low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
         if low >= high:
             raise ModelError(
-                f"config.json: llama3 rope needs low_freq_factor < high_freq_factor, found {low} and {high}"
+                f"{config.where}: llama3 rope needs low_freq_factor < high_freq_factor, found {low} and {high}"
             )
         return RopeSpec(
             type="llama3",
@@ -79,10 +79,10 @@ def _yarn(config: ConfigValues, values: ConfigValues, theta: float, original: in
 
 
 def _parameters(config: ConfigValues) -> ConfigValues:
-    values = config.section("rope_scaling") or config.section("rope_parameters") or ConfigValues({})
+    values = config.section("rope_scaling") or config.section("rope_parameters") or ConfigValues({}, config.where)
     if "full_attention" in values or "sliding_attention" in values:
         raise ModelError(
-            "config.json: rope_parameters differ by layer type; one set of parameters for all layers is supported"
+            f"{config.where}: rope_parameters differ by layer type; one set of parameters for all layers is supported"
         )
     return values
 
@@ -95,12 +95,13 @@ def _theta(config: ConfigValues, values: ConfigValues) -> float:
             theta = table.number("rope_theta")
             if top is not None and top != theta:
                 _log.warning(
-                    "config.json has rope_theta %g at the top and %g in rope_parameters; rope_parameters win",
+                    "%s has rope_theta %g at the top and %g in rope_parameters; rope_parameters win",
+                    config.where,
                     top,
                     theta,
                 )
             return theta
     if top is not None:
         return top
-    _log.warning("config.json has no rope_theta; %g is used", DEFAULT_THETA)
+    _log.warning("%s has no rope_theta; %g is used", config.where, DEFAULT_THETA)
     return DEFAULT_THETA

@@ -1,5 +1,7 @@
 """LLM over a real (tiny) checkpoint: the same tokens however they are asked for, limits first, memory returned."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from attrs import evolve
 from transformers import AutoModelForCausalLM
 
 from deepinfer_core.config import Config
-from deepinfer_core.errors import CapacityError, ConfigError, DeepinferError, RequestError, SelectionError
+from deepinfer_core.errors import CapacityError, ConfigError, RequestError, SelectionError
 from deepinfer_core.llm import LLM
 from deepinfer_core.sampling import SamplingParams
 
@@ -136,7 +138,7 @@ def test_unfinished_stream_returns_its_memory(llm: LLM) -> None:
         ({"policy": "no-such-policy"}, SelectionError, "no-such-policy"),
         ({"attention": {"backend": "sdpaa"}}, SelectionError, "did you mean 'sdpa'"),
         ({"linear": {"fp16": {"backend": "acme"}}}, SelectionError, "acme"),
-        ({"max_model_len": 100_000}, DeepinferError, "256"),
+        ({"max_model_len": 100_000}, ConfigError, "max_model_len = 100000: .*config.json allows .* up to 256 tokens"),
         ({"max_model_len": 200, "kv_memory": "20KiB"}, CapacityError, "raise \\[cache\\] memory"),
         ({"cache": {"page_sizes": 16}}, ConfigError, "page_size"),
         ({"no_such_key": 1}, ConfigError, "no_such_key"),
@@ -162,6 +164,17 @@ def test_context_is_cut_to_what_memory_holds_when_nobody_asked_for_more(tiny_cha
     made = LLM(tiny_chat_model, device="cpu", kv_memory="64KiB")
     assert made.running.engine.limits.max_model_len < 256
     assert made.running.engine.limits.max_model_len % 16 == 0
+
+
+def test_what_a_config_says_of_length_takes_no_memory_that_the_cache_does_not_allow(
+    tiny_chat_model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "long"
+    shutil.copytree(tiny_chat_model, copy)
+    values = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 2**31 - 1}))
+    made = LLM(copy, device="cpu", kv_memory="64KiB")  # a rotary table of that length would be gigabytes
+    assert made.running.engine.limits.max_model_len < 256
 
 
 def test_many_prompts_share_steps_and_show_a_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

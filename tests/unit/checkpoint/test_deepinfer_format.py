@@ -178,6 +178,18 @@ def test_a_pattern_entry_of_wrong_type_is_named(save_w4: Save, changes: dict[str
         open_checkpoint(save_w4(w4_layer(96, 64), **changes))
 
 
+def test_a_layer_without_a_group_is_named_where_its_scheme_needs_one(save_w4: Save) -> None:
+    checkpoint = open_checkpoint(save_w4(w4_layer(96, 64), group_size=0))
+    with pytest.raises(CheckpointError, match=rf"{UP} is w4a16 with group_size 0"):
+        checkpoint.verify({f"{UP}.weight": (96, 64)}, schemes={"w4a16": SCHEME})
+
+
+def test_a_dense_weight_of_whole_numbers_is_refused_before_it_is_read(save_hf: Save, tensors: Tensors) -> None:
+    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].to(torch.int8)
+    with pytest.raises(CheckpointError, match=rf"{UP}.weight is int8; a dense weight must be floating"):
+        open_checkpoint(save_hf(tensors)).verify([f"{UP}.weight"])
+
+
 def test_a_newer_format_version_asks_for_an_upgrade(save_hf: Save, tensors: Tensors) -> None:
     section = {"quant_method": "deepinfer", "format_version": 2, "layers": {}}
     with pytest.raises(CheckpointError, match=r"format_version 2, this release reads 1; upgrade deepinfer-core"):

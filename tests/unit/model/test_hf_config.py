@@ -138,6 +138,27 @@ class TestRefusals:
         with pytest.raises(ModelError, match="hidden_size is"):
             model_spec_from_hf(config(hidden_size=value))
 
+    @pytest.mark.parametrize("key", [*BASE.keys() - {"rms_norm_eps", "rope_theta"}, "head_dim"])
+    @pytest.mark.parametrize("value", [10**18, 1e308, 10**400])
+    def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(self, key, value):
+        with pytest.raises(ModelError, match=f"{key} is .*; it must be a whole number, 1 to"):
+            model_spec_from_hf(config(**{key: value}))
+
+    @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+    def test_a_number_beyond_floats_is_named(self, key):
+        with pytest.raises(ModelError, match=f"{key} is 1000.*; it must be a positive number"):
+            model_spec_from_hf(config(**{key: 10**400}))
+
+    def test_the_file_is_named(self):
+        for values in (
+            config("Nobody"),
+            config(hidden_size=0),
+            config(hidden_act="x"),
+            config(rope_scaling={"type": "x"}),
+        ):
+            with pytest.raises(ModelError, match=r"^models/a/config\.json: "):
+                model_spec_from_hf(values, "models/a/config.json")
+
     @pytest.mark.parametrize("value", [0, -1e-5, "small", float("inf"), float("nan")])
     def test_an_impossible_epsilon_is_named(self, value):
         with pytest.raises(ModelError, match="rms_norm_eps is"):
