@@ -269,10 +269,13 @@ def _keys_in(path: tuple[str, ...], hint: Any, value: object) -> Iterator[tuple[
 
 
 def _assign(data: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    """Put a value below tables, which are copied; what is no table there stays, for the checks to name."""
     table = data
     for name in path[:-1]:
-        below = table.get(name)
-        table[name] = below = dict(below) if isinstance(below, Mapping) else {}
+        below = table.get(name, {})
+        if not isinstance(below, Mapping):
+            return
+        table[name] = below = dict(below)
         table = below
     table[path[-1]] = value
 

@@ -15,6 +15,12 @@ Positive = Annotated[int, "a whole number of at least 1"]
 Bytes = Annotated[int, "a size such as 384MiB or 1.2GiB"]
 
 _UNITS = {"": 1, "B": 1} | {f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for s, b in (("iB", 1024), ("B", 1000))}
+MAX_COUNT = 2**31 - 1
+"""Tokens, requests, pages: kernels count them in 32 bits."""
+
+MAX_SIZE = 2**63 - 1
+"""Bytes that a 64-bit system can speak of."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -25,12 +31,11 @@ def parse_size(value: object) -> int:
         ValueError: It is none of these, or not positive.
     """
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if type(value) is int and value > 0:
-        return value
-    if match is None or match[2].lower() not in units or (size := int(float(match[1]) * units[match[2].lower()])) < 1:
+    factor = {unit.lower(): factor for unit, factor in _UNITS.items()}.get(match[2].lower()) if match else None
+    size = value if type(value) is int else float(match[1]) * factor if match and factor else 0
+    if not 1 <= size <= MAX_SIZE:
         raise ValueError("expected a size such as 384MiB or 1.2GiB, or a whole number of bytes")
-    return size
+    return int(size)
 
 
 def toml_text(value: object) -> str:
@@ -75,9 +80,10 @@ def _checked(expected: str, *types: type) -> Any:
 
 
 def _positive(value: object, _: Any) -> int:
-    if type(value) is int and value >= 1:
+    if type(value) is int and 1 <= value <= MAX_COUNT:
         return value
-    raise ValueError(f"expected a whole number of at least 1, got {toml_text(value)}")
+    most = f" and at most {MAX_COUNT}" if type(value) is int and value > MAX_COUNT else ""
+    raise ValueError(f"expected a whole number of at least 1{most}, got {toml_text(value)}")
 
 
 def _size(value: object, _: Any) -> int:

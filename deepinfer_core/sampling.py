@@ -121,7 +121,7 @@ class SamplingParams:
     """
 
     temperature: float = field(default=1.0, validator=_number(0, 100, "a number from 0 to 100"))
-    top_k: int = field(default=0, validator=_integer(0, 1 << 31, "an integer, 0 for all tokens"))
+    top_k: int = field(default=0, validator=_integer(0, 1 << 31, "an integer from 0 (all tokens) to 2147483648"))
     top_p: float = field(default=1.0, validator=_number(0, 1, "above 0 and at most 1", lo_open=True))
     min_p: float = field(default=0.0, validator=_number(0, 1, "a number from 0 to 1"))
     presence_penalty: float = field(default=0.0, validator=_number(-2, 2, "a number from -2 to 2"))
@@ -133,7 +133,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = field(default=(), converter=_as_tuple, validator=_token_ids)
     ignore_eos: bool = field(default=False, validator=_boolean)
     min_tokens: int = field(default=0, validator=_integer(0, 1 << 31, "an integer, at least 0"))
-    max_tokens: int | None = field(default=None, validator=_optional(_integer(1, 1 << 31, "an integer, at least 1")))
+    max_tokens: int | None = field(
+        default=None, validator=_optional(_integer(1, 1 << 31, "an integer from 1 to 2147483648"))
+    )
     logprobs: int | None = field(
         default=None, validator=_optional(_integer(0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"))
     )

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from deepinfer_core.errors import CheckpointError, RequestError
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+
 REPLACEMENT = "\ufffd"
 """What decoders give for bytes that are no character, so also for the first bytes of one."""
 
@@ -51,7 +53,17 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text; with ``special``, with the start token that the model was trained with."""
+        """Return the token ids of a text; with ``special``, with the start token that the model was trained with.
+
+        Raises:
+            RequestError: The text is no Unicode text: it holds lone surrogates, which stand for undecodable bytes.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid Unicode: character {error.start} is {text[error.start]!a}; was it UTF-8?"
+            ) from error
         return [int(t) for t in self._hf.encode(text, add_special_tokens=special)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -83,8 +95,12 @@ class Tokenizer:
             text = self._hf.apply_chat_template(
                 [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **variables
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template refused the messages: {error}") from error
+        except Exception as error:  # the template is the model's code: a division by zero, endless recursion, ...
+            raise RequestError(
+                f"the model's chat template failed on the messages: {type(error).__name__}: {error}"
+            ) from error
         return str(text)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -120,7 +136,9 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     try:
         hf = _load_gguf(path, source.tokenizer_gguf) if source.tokenizer_gguf else _load_files(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise CheckpointError(f"{path}: the tokenizer cannot be read: {error}") from error
+        present = source.tokenizer_gguf or any((path / name).is_file() for name in _TOKENIZER_FILES)
+        fault = error if present else f"none of {', '.join(_TOKENIZER_FILES)} is there; copy the model's own"
+        raise CheckpointError(f"{path}: the tokenizer cannot be read: {fault}") from error
     return Tokenizer(hf, source.eos_token_ids())
 
 

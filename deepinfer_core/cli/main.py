@@ -69,6 +69,10 @@ def _guarded(run: Callable[[], object]) -> int:
     except BrokenPipeError:  # the reader of our output went away: `deepinfer explain | head`
         sys.stdout = io.TextIOWrapper(io.BytesIO())
         return 1
+    except OSError as error:  # what no module turned into an error of ours: mostly output that cannot be written
+        print(f"the system refused: {error}", file=sys.stderr)
+        sys.stdout = io.TextIOWrapper(io.BytesIO())  # what is still buffered would fail once more at the end
+        return 1
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0

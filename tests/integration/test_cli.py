@@ -86,6 +86,18 @@ def test_mistake_is_one_clear_text_and_an_exit_code(
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", [["config", "show"], ["plugins", "list"]])
+def test_output_that_cannot_be_written_is_one_line(command: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deepinfer_core", *command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "no/such/model", "--prompt", "x"]) == 5
     assert "no/such/model does not exist" in capsys.readouterr().err.replace("\\", "/")

@@ -187,11 +187,40 @@ def test_sizes(text: object, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "1.2.3GiB", "0", "0MiB", "1 G i B", "nan", "1e3", -1, 0, True, 1.5, None]
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "1.2.3GiB",
+        "0",
+        "0MiB",
+        "1 G i B",
+        "nan",
+        "1e3",
+        -1,
+        0,
+        True,
+        1.5,
+        None,
+        "9" * 400,
+        "9" * 20 + "TiB",
+        10**30,
+    ],
 )
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="expected a size"):
         parse_size(text)
+
+
+def test_a_flag_does_not_hide_what_is_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cache: expected a table, got 3"):
+        load_config(write(tmp_path, "cache = 3"), {"cache.page_size": "8"})
+
+
+def test_a_count_beyond_32_bits_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"page_size: expected .* at most 2147483647, got 9999999999"):
+        load_config(None, {"cache.page_size": 9999999999})
 
 
 def test_memory_and_reserve_exclude_each_other(tmp_path: Path) -> None:

@@ -116,6 +116,26 @@ def test_messages_of_another_form_are_refused(messages: list[Any]) -> None:
         _with_template("{{ messages }}").chat(messages)
 
 
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(10 ** 12) %}x{% endfor %}", "OverflowError: Range too big"),
+        ("{{ 2.0 ** 100000 }}", "OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_whatever_a_template_raises_is_an_error_of_the_request(template: str, fault: str) -> None:
+    with pytest.raises(RequestError, match=f"chat template failed on the messages: {fault}"):
+        _with_template(template).chat([{"role": "user", "content": "x"}])
+
+
+def test_a_prompt_of_undecodable_bytes_is_named(tokenizer: Tokenizer) -> None:
+    text = b"ab\xff".decode("utf-8", errors="surrogateescape")  # how Python hands on such bytes of a command line
+    with pytest.raises(RequestError, match=r"not valid Unicode: character 2 is '\\udcff'"):
+        tokenizer.encode(text)
+
+
 def test_model_without_template_says_so() -> None:
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer(_byte_level()).chat([{"role": "user", "content": "hi"}])
@@ -145,6 +165,8 @@ def test_repository_code_of_a_tokenizer_is_not_run(tmp_path: Path) -> None:
 def test_missing_directory_and_cut_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         load_tokenizer(_source(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"none of tokenizer\.json, .* is there; copy the model's own"):
+        load_tokenizer(_source(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
     with pytest.raises(CheckpointError, match="tokenizer cannot be read"):
         load_tokenizer(_source(tmp_path))
