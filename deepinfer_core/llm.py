@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
@@ -132,6 +132,9 @@ class LLM:
         """
         several = _as_list(prompts)
         each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
+        for p in each:
+            if not isinstance(p, SamplingParams):
+                raise RequestError(f"params = {p!r}: give SamplingParams(...), or a list of them")
         if len(each) != len(several):
             raise RequestError(f"{len(several)} prompts came with {len(each)} SamplingParams; give one, or one each")
         engine = self.running.engine
@@ -237,12 +240,23 @@ class LLM:
         )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return one or several prompts as a list; a list of token ids alone is one prompt.
+
+    Raises:
+        RequestError: Something in it is neither text nor a list of token ids.
+    """
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [[p for p in prompts if isinstance(p, int)]]
-    return [p for p in prompts if not isinstance(p, int)]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts = {prompts!r}: a prompt is text or a list of token ids")
+    several: list[Any] = list(prompts)
+    if several and all(isinstance(p, int) for p in several):
+        return [several]
+    for i, prompt in enumerate(several):
+        if not isinstance(prompt, str | Sequence):
+            raise RequestError(f"prompts[{i}] = {prompt!r}: a prompt is text or a list of token ids")
+    return several
 
 
 def _resolve(config: str | Path | Config | ResolvedConfig | None, overrides: dict[str, Any]) -> ResolvedConfig:

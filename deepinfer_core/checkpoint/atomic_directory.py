@@ -36,7 +36,7 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
             raise CheckpointError(
                 f"{destination} exists and is not empty; choose another directory or pass --overwrite"
             )
-        above = next(parent for parent in destination.parents if parent.exists())
+        above = next(path for path in (destination, *destination.parents) if path.exists())
         if not above.is_dir():
             raise CheckpointError(f"{destination} cannot be made: {above} is a file")
     except OSError as error:

@@ -125,6 +125,21 @@ def test_what_is_too_long_is_refused_before_work(llm: LLM) -> None:
         llm.generate("", GREEDY)
 
 
+@pytest.mark.parametrize("prompts", [["a", 1], ["a", None], None, 5, [1.5]])
+def test_what_is_no_prompt_is_named_and_never_left_out(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt is text or a list of token ids"):
+        llm.generate(prompts, GREEDY)
+
+
+def test_prompts_may_come_from_an_iterator(llm: LLM) -> None:
+    assert [o.prompt for o in llm.generate((p for p in ["a", "b"]), GREEDY)] == ["a", "b"]
+
+
+def test_params_of_another_kind_are_named(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"params = \{'max_tokens': 3\}: give SamplingParams"):
+        llm.generate(["a"], {"max_tokens": 3})  # type: ignore[arg-type]
+
+
 def test_unfinished_stream_returns_its_memory(llm: LLM) -> None:
     stream = llm.stream("Hello", GREEDY)
     next(stream)

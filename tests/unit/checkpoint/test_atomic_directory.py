@@ -129,6 +129,7 @@ def test_a_destination_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"model cannot be made: .*file is a file"):
         check_destination(tmp_path / "file" / "deep" / "model", overwrite=False)
+    check_destination(Path(tmp_path.anchor), overwrite=True)  # it has no parents; what lies in it is its caller's
     with pytest.raises(CheckpointError, match=r"cannot be written: .*[Ll]ong"):
         check_destination(tmp_path / ("x" * 300), overwrite=False)
 
