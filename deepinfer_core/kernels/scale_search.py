@@ -17,6 +17,13 @@ _SIDES = (0.0, -1.0, 1.0)
 _REFINEMENTS = 5  # rounds of "best scale for these codes, best codes for this scale"
 
 
+# Up to this many codes without a zero, an error counts by the size of the value that it meets: plain squares would
+# rather clip the few large values of a group, which a model misses most. SmolLM2-135M (from its Q4_1 GGUF), W3 groups
+# of 32, times the GGUF's perplexity over 520 tokens of prose / of a recited text: without zeros, plain 2.34 / 5.69,
+# by |w| 1.98 / 4.58, by w squared no better; with zeros plain 2.48 / 8.25, and by |w| no better (2026-11-30).
+_FEW_CODES = 8
+
+
 @frozen
 class Grid:
     """Scale and zero of each of B groups: the values that its codes can stand for.
@@ -33,11 +40,13 @@ class Grid:
         """Return the nearest codes of ``[width, B]`` values, as float32 integers."""
         return self._positions(groups).round_().clamp_(lo, hi)
 
-    def errors(self, groups: Tensor, lo: int, hi: int) -> Tensor:
-        """Return each group's squared error with the nearest codes, ``[B]``."""
+    def errors(self, groups: Tensor, lo: int, hi: int, importance: Tensor | None = None) -> Tensor:
+        """Return each group's squared error with the nearest codes, ``[B]``, each value's times its importance."""
         positions = self._positions(groups)
-        off = positions.round().clamp_(lo, hi).sub_(positions)
-        return off.square_().sum(0).mul_(self.scales.square())
+        off = positions.round().clamp_(lo, hi).sub_(positions).square_()
+        if importance is not None:
+            off *= importance
+        return off.sum(0).mul_(self.scales.square())
 
     def where(self, mask: Tensor, other: Grid) -> Grid:
         """Return ``other`` in the groups where ``mask`` ``[B]`` is true."""
@@ -72,18 +81,20 @@ def range_grid(groups: Tensor, lo: int, hi: int, *, zeros: bool) -> Grid:
 
 
 def search_grid(groups: Tensor, lo: int, hi: int, *, zeros: bool) -> Grid:
-    """Search the scale (and zero) with the least squared error; never worse than `range_grid`.
+    """Search the scale (and zero) with the least squared error; by that measure never worse than `range_grid`.
 
-    Shrunken ranges are scored first; from the best one on, the least-squares scale (and zero) for the codes, and
-    the nearest codes for that scale, take turns. Arguments as in `range_grid`.
+    Few codes without a zero weigh the errors by the size of the values. Shrunken ranges are scored first; from the
+    best one on, the least-squares scale (and zero) for the codes, and the nearest codes for that scale, take turns.
+    Arguments as in `range_grid`.
     """
     top, bottom = groups.amax(0), groups.amin(0)
     best = range_grid(groups, lo, hi, zeros=zeros)
-    least = best.errors(groups, lo, hi)
+    importance = groups.abs() if not zeros and hi - lo < _FEW_CODES else None
+    least = best.errors(groups, lo, hi, importance)
 
     def keep_better(candidate: Grid) -> None:
         nonlocal best, least
-        errors = candidate.errors(groups, lo, hi)
+        errors = candidate.errors(groups, lo, hi, importance)
         best = best.where(errors < least, candidate)
         least = minimum(errors, least)
 
@@ -99,7 +110,7 @@ def search_grid(groups: Tensor, lo: int, hi: int, *, zeros: bool) -> Grid:
             for shrink in (1.0, *_SHRINKS):
                 keep_better(Grid(_storable(extreme * (shrink / end)), None))
     for _ in range(_REFINEMENTS):
-        keep_better(_least_squares(groups, best.codes(groups, lo, hi), best))
+        keep_better(_least_squares(groups, best.codes(groups, lo, hi), best, importance))
     return _exact_where_constant(best, top, bottom)
 
 
@@ -109,11 +120,12 @@ def _span(bottom: Tensor, top: Tensor, lo: int, hi: int) -> Grid:
     return Grid(scales, (lo - bottom / scales).half().float())
 
 
-def _least_squares(groups: Tensor, codes: Tensor, grid: Grid) -> Grid:
+def _least_squares(groups: Tensor, codes: Tensor, grid: Grid, importance: Tensor | None) -> Grid:
     """Return the best scale (and zero) for these codes; ``grid`` stays where all codes of a group are the same."""
     if grid.zeros is None:
-        power = codes.square().sum(0)
-        scales = (codes * groups).sum(0) / power
+        weighted = codes if importance is None else codes * importance
+        power = (weighted * codes).sum(0)
+        scales = (weighted * groups).sum(0) / power
         return Grid(_storable(where(power > 0, scales, grid.scales)), None)
     code_mean, value_mean = codes.mean(0), groups.mean(0)
     spread = codes - code_mean

@@ -165,19 +165,23 @@ def dequantize_kernels() -> tuple[LinearKernelSpec, ...]:
 
 
 def recipes() -> tuple[QuantizationRecipe, ...]:
-    """Return the recipes that make W3 layers."""
+    """Return the recipes that make W3 layers, without zeros whatever the source has.
+
+    That saves half a bit a weight in groups of 32. Times the GGUF's perplexity (SmolLM2-135M, 520 tokens of prose,
+    2026-11-30), without and with zeros: `mixed` 1.53 and 1.48, `w3` 1.98 and 2.48.
+    """
     return (
         QuantizationRecipe(
             name="w3",
             description="every linear of the decoder layers in 3 bits; embeddings, norms and the head stay as they are",
-            rules=(RecipeRule(pattern="model.layers.*", scheme="w3a16"),),
+            rules=(RecipeRule(pattern="model.layers.*", scheme="w3a16", zeros=False),),
         ),
         QuantizationRecipe(
             name="mixed",
             description="attention in 4 bits, MLP in 3; embeddings, norms and the head stay as they are",
             rules=(
                 RecipeRule(pattern="model.layers.*.self_attn.*", scheme="w4a16"),
-                RecipeRule(pattern="model.layers.*.mlp.*", scheme="w3a16"),
+                RecipeRule(pattern="model.layers.*.mlp.*", scheme="w3a16", zeros=False),
             ),
         ),
     )

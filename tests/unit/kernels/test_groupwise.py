@@ -46,12 +46,22 @@ def test_rounding_to_nearest_errs_by_half_a_step_at_most(bits: int, zeros: bool,
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_search_is_never_worse_and_mostly_better(bits: int, zeros: bool, group: int) -> None:
     weight = normal(64, 384)
-    near = (values(weight, bits, group, zeros, "rtn") - weight).square()
-    best = (values(weight, bits, group, zeros, "search") - weight).square()
+    importance = weight.abs() if bits == 3 and not zeros else torch.ones_like(weight)
+    near = (values(weight, bits, group, zeros, "rtn") - weight).square() * importance
+    best = (values(weight, bits, group, zeros, "search") - weight).square() * importance
     width = 384 if group == -1 else group
     by_group = [error.view(64, -1, width).sum(2) for error in (near, best)]
     assert bool((by_group[1] <= by_group[0] * (1 + 1e-5)).all())
     assert float(best.sum()) < 0.9 * float(near.sum())
+
+
+def test_three_bits_without_zeros_keep_large_values_rather_than_small_ones() -> None:
+    weight = normal(256, 64)
+    large = weight.abs() > 2 * weight.std()
+    weighted = (values(weight, 3, 32, False, "search") - weight).square()
+    plain = (values(weight, 3, 32, True, "search") - weight).square()
+    assert float(weighted[large].mean()) < float(weighted[~large].mean())
+    assert float(plain[large].mean()) > float(plain[~large].mean())
 
 
 @pytest.mark.parametrize("bits", BITS)
