@@ -14,8 +14,7 @@ from attrs import evolve, field, fields, frozen, has
 from deepinfer_core.checkpoint.base import Checkpoint
 from deepinfer_core.checkpoint.reader import open_checkpoint
 from deepinfer_core.config import Config
-from deepinfer_core.engine.engine import ONE_LANE, Engine
-from deepinfer_core.engine.planner import DECODE_FIRST
+from deepinfer_core.engine.engine import Engine
 from deepinfer_core.errors import CapacityError, ConfigError, PluginError, nearest
 from deepinfer_core.kernels.cubin_cache import cache_directory
 from deepinfer_core.kvcache.manager import KVCache, page_bytes
@@ -37,6 +36,7 @@ from deepinfer_core.registry.catalog import Catalog, load_factory, make
 from deepinfer_core.registry.config_names import check_names
 from deepinfer_core.registry.discovery import discover
 from deepinfer_core.registry.explain import auto_dtype
+from deepinfer_core.registry.policy import resolve_policy
 from deepinfer_core.registry.select import AttentionSelection, LinearChoice, Selection, select_attention, select_linear
 from deepinfer_core.registry.tuning import Timings, timings_path
 from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
@@ -48,9 +48,6 @@ CPU_KV_BYTES = 1 << 30
 
 CUDA_RESERVE_BYTES = 384 << 20
 """Card memory left to others (display, driver) where the config gives neither memory nor reserve."""
-
-AUTO_POLICY = "mixed"
-"""What ``policy = "auto"`` means before a device was calibrated."""
 
 Progress = Callable[[int, int], None]
 
@@ -82,11 +79,11 @@ class Place:
 
 @frozen(kw_only=True)
 class ChosenPolicy:
-    """A scheduling policy ready to plan; ``planner`` is None for core's own decode-first."""
+    """A scheduling policy ready to plan."""
 
-    name: str = DECODE_FIRST
-    lanes: tuple[LaneSpec, ...] = ONE_LANE
-    planner: SchedulingPolicy | None = field(default=None, eq=False)
+    name: str
+    lanes: tuple[LaneSpec, ...]
+    planner: SchedulingPolicy = field(eq=False)
 
 
 @frozen(kw_only=True, eq=False)
@@ -256,18 +253,13 @@ def assemble(
 
 
 def choose_policy(config: Config, catalog: Catalog, describe: Callable[[str], str]) -> ChosenPolicy:
-    """Make the policy that a config names; ``auto`` is `AUTO_POLICY` where it is installed, else decode-first.
+    """Make the policy that a config names.
 
     Raises:
         SelectionError: No installed plugin brings it.
         ConfigError: An option is unknown, or of a kind that the policy does not take.
     """
-    name = config.scheduler.policy
-    if name == "auto":
-        if AUTO_POLICY not in catalog.policies:
-            return ChosenPolicy()
-        name = AUTO_POLICY
-    chosen = catalog.policy(name)
+    chosen = resolve_policy(catalog, config.scheduler.policy)
     spec, given = chosen.spec, dict(config.scheduler.options)
     if spec.options is None:
         if given:

@@ -20,7 +20,7 @@ from deepinfer_core.engine.intake import Intake
 from deepinfer_core.engine.lanes import Lanes
 from deepinfer_core.engine.lifecycle import Lifecycle
 from deepinfer_core.engine.metrics import EngineMetrics
-from deepinfer_core.engine.outputs import RequestHandle, TokenOutput
+from deepinfer_core.engine.outputs import GenerationError, RequestHandle, TokenOutput
 from deepinfer_core.engine.planner import DECODE_FIRST, Planner
 from deepinfer_core.engine.sampler import Sampler
 from deepinfer_core.engine.status import describe
@@ -308,12 +308,14 @@ class Engine:
         """Run cycles on a thread of the engine's own until `stop`."""
         assert self._thread is None, "the engine runs already"
         self._stopping = False
+        self._intake.reopen()
         self._thread = threading.Thread(target=self.run_forever, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its cycle; requests that still run end as aborted."""
+        """End the thread after its cycle; what still runs ends as aborted, new requests are refused until `start`."""
         self._stopping = True
+        self._intake.close(GenerationError("stop() was called"))
         self._intake.wake()
         if self._thread is not None:
             self._thread.join()

@@ -103,9 +103,14 @@ class Intake:
         self._wake.set()
 
     def close(self, error: BaseException) -> None:
-        """Refuse everything from now on."""
+        """Refuse everything from now on, until `reopen`."""
         with self._lock:
             self._closed = error
+
+    def reopen(self) -> None:
+        """Take requests again."""
+        with self._lock:
+            self._closed = None
 
     def wake(self) -> None:
         """End a `wait`."""

@@ -43,7 +43,8 @@ def check_names(
                 checks.append((f"{key}.kernels.{m}", partial(catalog.kernel, kernel)))
     if attention != "auto":
         checks.append(("attention.backend", partial(catalog.attention_backend, attention)))
-    checks.append(("scheduler.policy", partial(resolve_policy, catalog, policy)))
+    if policy != "auto":
+        checks.append(("scheduler.policy", partial(resolve_policy, catalog, policy)))
     for key, look_up in checks:
         try:
             look_up()

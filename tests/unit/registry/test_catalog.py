@@ -80,15 +80,19 @@ def test_an_installed_distribution_that_registers_no_such_policy_is_said_to_be_t
         resolve_policy(build.catalog(policies), "slo")
 
 
-def test_auto_needs_no_policy(build: Any) -> None:
-    assert resolve_policy(build.catalog(), "auto") is None
+def test_auto_without_the_policies_distribution_names_the_pip_line(build: Any) -> None:
+    with pytest.raises(SelectionError, match=r'"auto" means \'mixed\'.*pip install deepinfer-plugin-policies'):
+        resolve_policy(build.catalog(), "auto")
+
+
+def test_auto_is_the_mixed_policy_where_it_is_installed(build: Any) -> None:
+    found = build.catalog(build.plugin("p", policies=(build.policy("mixed"), build.policy("serial"))))
+    assert resolve_policy(found, "auto").spec.name == "mixed"
 
 
 def test_a_policy_that_is_registered_is_returned(build: Any) -> None:
     found = build.catalog(build.plugin("p", policies=(build.policy("serial"),)))
-    resolved = resolve_policy(found, "serial")
-    assert resolved is not None
-    assert resolved.spec.name == "serial"
+    assert resolve_policy(found, "serial").spec.name == "serial"
 
 
 @pytest.mark.parametrize(
