@@ -81,7 +81,7 @@ def test_an_installed_distribution_that_registers_no_such_policy_is_said_to_be_t
 
 
 def test_auto_without_the_policies_distribution_names_the_pip_line(build: Any) -> None:
-    with pytest.raises(SelectionError, match=r'"auto" means \'mixed\'.*pip install deepinfer-plugin-policies'):
+    with pytest.raises(SelectionError, match=r'(?s)"auto" means .mixed.*pip install deepinfer-plugin-policies'):
         resolve_policy(build.catalog(), "auto")
 
 
