@@ -59,4 +59,4 @@ def _run(x: torch.Tensor, layer: int, n: int, residual: torch.Tensor | None = No
 
 
 def _shape(x: torch.Tensor, layer: int, n: int, residual: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty((x.shape[0], n))
+    return x.new_empty((x.shape[0], n), dtype=x.dtype if residual is None else residual.dtype)

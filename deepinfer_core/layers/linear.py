@@ -164,19 +164,24 @@ class Linear:
         """Resident bytes of weights and bias."""
         return sum(t.nbytes for t in self.weights.values()) + (0 if self.bias is None else self.bias.nbytes)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, float32_out: bool = False
+    ) -> torch.Tensor:
         """Return ``[M, N]``; no row, no launch.
 
         Args:
             x: ``[M, K]`` in the activations' dtype; rows may be strided, columns are contiguous.
-            residual: ``[M, N]`` to add, or None.
+            residual: ``[M, N]`` to add, or None; a float32 one under 16-bit activations gives a float32 result.
+            float32_out: Return float32 where the kernel can write it, so that nothing is rounded to 16 bits.
         """
         m = x.shape[0]
-        out = x.new_empty((m, self._n))
-        if m:
-            kernel = self.kernels.kernel_for(m)
-            added = residual if kernel.adds_residual else None
+        kernel = self.kernels.kernel_for(m) if m else None
+        wide = residual is not None and residual.dtype != x.dtype
+        out_float32 = kernel is not None and kernel.spec.float32_out and (float32_out or wide)
+        out = x.new_empty((m, self._n), dtype=torch.float32 if out_float32 else x.dtype)
+        if kernel is not None:
+            added = residual if kernel.adds_residual and not wide else None
             kernel.run(x, self.weights, out, bias=self.bias, residual=added, workspace=kernel.workspace())
             if residual is not None and added is None:
-                out.add_(residual)
-        return out
+                return torch.add(residual, out) if wide else out.add_(residual)
+        return out if not wide else out.float()

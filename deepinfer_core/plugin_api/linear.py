@@ -253,7 +253,7 @@ class LinearKernel(Protocol):
         Args:
             x: ``[M, K]`` of the problem's act dtype; rows may be strided, columns are contiguous.
             weights: What the layout's `pack` returned.
-            out: ``[M, N]``, contiguous, poisoned or not.
+            out: ``[M, N]`` of the act dtype (or float32, where the spec offers it), contiguous, poisoned or not.
             bias: ``[N]`` or None.
             residual: ``[M, N]`` added after the bias, or None.
             workspace: Bytes as the spec's workspace rule asked, or None. Zeroed once; then shared by all launches of
@@ -285,6 +285,7 @@ class LinearKernelSpec:
         priority: Higher wins when nothing was measured; the scale is -100 (last resort) to 100.
         stability: ``"experimental"`` runs only when the config names it or allows experimental kernels.
         graph_safe: May be captured in a CUDA graph.
+        float32_out: Also takes a float32 ``out`` whatever the act dtype, so that logits are rounded nowhere.
         stream_safe: May run on two streams at once.
         deterministic: Same bits for the same input, run after run.
         workspace: ``"module:attribute"``: a function (problem, m) -> bytes; None for none.
@@ -310,6 +311,7 @@ class LinearKernelSpec:
     priority: int = 0
     stability: Stability = "stable"
     graph_safe: bool = True
+    float32_out: bool = False
     stream_safe: bool = True
     deterministic: bool = True
     workspace: str | None = None

@@ -89,6 +89,7 @@ def fallback_spec(layout: WeightLayoutSpec, problem: LinearProblem) -> LinearKer
         epilogues=("none", "residual"),
         priority=-(1 << 30),
         graph_safe=False,
+        float32_out=True,
     )
 
 

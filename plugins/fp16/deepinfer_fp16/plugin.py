@@ -100,6 +100,7 @@ def matmul_kernels() -> tuple[LinearKernelSpec, ...]:
             act_dtypes=("float16", "bfloat16"),
             epilogues=("none", "residual"),
             priority=10,
+            float32_out=True,
             factory="deepinfer_fp16.matmul:from_rows",
         ),
     )
@@ -123,6 +124,7 @@ def half_kernels() -> tuple[LinearKernelSpec, ...]:
             epilogues=("none", "residual"),
             priority=20,
             predicate="deepinfer_fp16.half_cpu_fit:misfit",
+            float32_out=True,
             factory="deepinfer_fp16.half_cpu:HalfCpuMatmul",
         ),
         LinearKernelSpec(
@@ -134,6 +136,7 @@ def half_kernels() -> tuple[LinearKernelSpec, ...]:
             epilogues=("none", "residual"),
             priority=15,
             predicate="deepinfer_fp16.half_cpu_fit:misfit",
+            float32_out=True,
             factory="deepinfer_fp16.half_cpu:from_half",
         ),
     )
