@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 
 from deepinfer_core.assemble import catalog_for, choose_policy
+from deepinfer_core.bench.sample_model import sample_gguf
 from deepinfer_core.config import Config, SchedulerConfig
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.kvcache.manager import KVCache
@@ -36,6 +37,19 @@ def loaded(tiny_chat_model: Path) -> Callable[[int], LLM]:
 def alone(loaded: Callable[[int], LLM]) -> list[tuple[int, ...]]:
     """Return each prompt's answer when it is the only one, token by token."""
     return [answers(loaded(16), row_tile=1, prompts=[prompt])[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def real() -> Callable[[int], LLM]:
+    """Return the real 135M model, W4 on the BF16 fast path, by page size."""
+    return cache(lambda page: LLM(sample_gguf(), device="cpu", page_size=page, max_model_len=128))
+
+
+@pytest.fixture(scope="module")
+def texts(real: Callable[[int], LLM]) -> list[list[int]]:
+    encode = real(16).tokenizer.encode
+    shared = "The ship left the harbour at dawn, and by noon the coast had gone below the horizon. The captain"
+    return [encode(text) for text in (shared + " said", "Water boils at", shared + " slept")]
 
 
 def answers(
@@ -115,6 +129,36 @@ def test_fast_answers_differ_only_where_two_tokens_are_as_likely(
                 same = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
                 best = loaded(16).logits([*prompt, *expected[:same]])[-1].topk(2).values
                 assert best[0] - best[1] < 0.05, (point, prompt)
+    assert different <= total / 100
+
+
+# Every two values of (policy, page), chunk, prefix cache and concurrency meet at least once over the ten lines.
+PAIRWISE = [
+    ("serial", 16, 1, True, 2), ("serial", 32, 512, False, 3), ("dual_stream", 16, 7, False, 3),
+    ("dual_stream", 32, 32, True, 1), ("mixed", 16, 32, True, 3), ("mixed", 32, 1, False, 2),
+    ("time_sliced", 16, 512, True, 2), ("time_sliced", 32, 7, True, 1), ("slo", 16, 32, False, 2),
+    ("slo", 32, 7, True, 3),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_real_model_answers_the_same_whatever_the_engine_does(
+    real: Callable[[int], LLM], texts: list[list[int]]
+) -> None:
+    alone = [answers(real(16), row_tile=1, prompts=[text])[0] for text in texts]
+    different = total = 0
+    for policy, page, chunk, prefix_cache, together in PAIRWISE:
+        point: dict[str, Any] = {"policy": policy, "chunk": chunk, "prefix_cache": prefix_cache, "together": together}
+        assert answers(real(page), row_tile=1, prompts=texts, **point) == alone, (page, point)
+        fast = answers(real(page), row_tile=None, prompts=texts, **point)
+        for text, expected, got in zip(texts, alone, fast, strict=True):
+            total += 1
+            if got != expected:
+                different += 1
+                same = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+                best = real(16).logits([*text, *expected[:same]])[-1].topk(2).values
+                assert best[0] - best[1] < 0.05, (page, point, text)
+    print(f"{different} of {total} fast answers differ")
     assert different <= total / 100
 
 
