@@ -67,7 +67,7 @@ def main() -> None:
             "date": datetime.now(UTC).date().isoformat(),
             "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
             "versions": {name: metadata.version(name) for name in ("deepinfer-core", "torch", "transformers")},
-            "model": str(arguments.model),
+            "model": arguments.model.name,
             "dtype": llm.running.place.dtype_name,
             "kernels": sorted({s.table.kernel_for(1).kernel.spec.name for s in llm.running.selections.values()}),
             "batch": 1,
