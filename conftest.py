@@ -1,12 +1,19 @@
 """What every test runs under: no network for model hubs, one thread per core, and GPU tests only where a card is."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
 import pytest
+
+# A suite started in the background of a plain shell inherits an ignored SIGINT, and so would the processes that tests
+# start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _why_no_gpu() -> str | None:
