@@ -24,6 +24,7 @@ from deepinfer_core.engine.outputs import GenerationError, RequestHandle, TokenO
 from deepinfer_core.engine.planner import DECODE_FIRST, Planner
 from deepinfer_core.engine.sampler import Sampler
 from deepinfer_core.engine.status import describe
+from deepinfer_core.engine.trace import Observer, TraceFile
 from deepinfer_core.engine.view import build_view
 from deepinfer_core.kvcache.manager import KVCache
 from deepinfer_core.plugin_api import LaneSpec, Limits, Plan, PlannedWork, SchedulingPolicy, Slo
@@ -82,6 +83,7 @@ class Engine:
         self.kv = kv
         self.metrics = EngineMetrics()
         self.limits = limits
+        self.observer: Observer | None = None  # told of every plan, work and cycle
         self._model = model
         self._row_tile = row_tile
         self._clock = clock
@@ -116,7 +118,10 @@ class Engine:
         try:
             self._intake.drain(self._life)
             finished = 0
-            for work in self._prepare(self._plan()):
+            plan = self._plan()
+            if self.observer is not None:
+                self.observer.planned(plan)
+            for work in self._prepare(plan):
                 self._launch(work)
                 finished += self._finish(self._lanes.ended())
             self._finish(self._lanes.ended(wait=not finished))  # what has finished may be planned again at once
@@ -173,7 +178,9 @@ class Engine:
         """Sample, accept tokens, update cache and state; returns how many works. All of them have ended."""
         for work in works:
             feedback = work.feedback(self._life.take_preempted())
-            self.metrics.worked(work.kind, work.seconds)
+            self.metrics.worked(work.kind, work.seconds, work.lane)
+            if self.observer is not None:
+                self.observer.finished(work)
             going_on = self._life.store(work)
             assert work.logits is not None
             try:
@@ -231,6 +238,8 @@ class Engine:
         self._kinds.clear()
         idle = not computed and not self._lanes.in_flight and len(self._life.queues)
         self._planner.barren = self._planner.barren + 1 if idle else 0
+        if self.observer is not None:
+            self.observer.cycle_ended(self._life.queues, self.kv)
 
     # What other threads call.
 
@@ -244,6 +253,7 @@ class Engine:
         tags: Sequence[str] = (),
         salt: Hashable = None,
         sink: Callable[[TokenOutput], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> RequestHandle:
         """Queue a request.
 
@@ -255,13 +265,14 @@ class Engine:
             tags: Free labels for policies.
             salt: Prompts under different salts never share cached pages.
             sink: Gets each output on the scheduler thread, instead of the handle's queue; it must be quick.
+            on_end: Called once on the scheduler thread, when the request has ended, well or by an error.
 
         Raises:
             RequestError: Prompt or parameters do not fit the model, or the id is in use.
             CapacityError: It can never fit.
             GenerationError: The engine has stopped.
         """
-        return self._intake.submit(prompt_ids, params or SamplingParams(), id, slo or Slo(), tags, salt, sink)
+        return self._intake.submit(prompt_ids, params or SamplingParams(), id, slo or Slo(), tags, salt, sink, on_end)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Return the most tokens that a request may generate, or raise what `submit` would raise for it."""
@@ -280,8 +291,14 @@ class Engine:
             self.metrics,
             overlap=self.limits.overlap,
             streams=self._lanes.streams,
+            lanes=[spec.name for spec in self._lanes.specs],
             inbox=len(self._intake),
         )
+
+    def trace_to(self, file: TraceFile) -> None:
+        """Write every cycle and every work into a trace from now on; call it before the first request."""
+        names = tuple(spec.name for spec in self._lanes.specs)
+        self.observer = file.observer(f"engine, policy {self._planner.name}", names, shared=not self._lanes.overlap)
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Run cycles on the caller's thread until ``done``; where the engine has a thread of its own, wait for that.

@@ -111,6 +111,7 @@ class EngineMetrics:
         prefill_steps_total: (request, chunk) items that were computed.
         prefill_decode_overlap_steps: Cycles that had both kinds of work, in whatever form.
         out_of_memory_total: Times that anything found no memory, whether halved, put off or failed.
+        lane_seconds: Lane -> time of the works that ran on it.
         prefill_decode_stream_overlap_steps: Launches on one CUDA stream while the other kind was unfinished on another.
     """
 
@@ -126,6 +127,7 @@ class EngineMetrics:
         self.preemptions_total = 0
         self.out_of_memory_total = 0
         self.requests_total = 0
+        self.lane_seconds: dict[str, float] = {}
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.ttft_seconds = Histogram()
         self.tpot_seconds = Histogram()
@@ -146,9 +148,10 @@ class EngineMetrics:
         """Every counter by name, without the finish reasons."""
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
-    def worked(self, kind: str, seconds: float) -> None:
+    def worked(self, kind: str, seconds: float, lane: str) -> None:
         """Count a finished work of kind ``prefill``, ``decode`` or ``mixed``."""
         self.works += 1
+        self.lane_seconds[lane] = self.lane_seconds.get(lane, 0.0) + seconds
         name = {"prefill": "prefill_chunk_seconds", "decode": "decode_step_seconds", "mixed": "mixed_step_seconds"}[
             kind
         ]

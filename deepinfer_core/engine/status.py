@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deepinfer_core.engine.metrics import EngineMetrics
@@ -11,7 +12,15 @@ from deepinfer_core.kvcache.manager import KVCache
 
 
 def describe(
-    planner: Planner, queues: Queues, kv: KVCache, metrics: EngineMetrics, *, overlap: bool, streams: int, inbox: int
+    planner: Planner,
+    queues: Queues,
+    kv: KVCache,
+    metrics: EngineMetrics,
+    *,
+    overlap: bool,
+    streams: int,
+    lanes: Sequence[str],
+    inbox: int,
 ) -> dict[str, Any]:
     """Return policy, flag, counters, queues and pool. Plain reads: safe from any thread, exact between cycles."""
     prefix = kv.prefix
@@ -19,6 +28,7 @@ def describe(
         "policy": planner.name,
         "prefill_decode_overlap": overlap,
         "streams": streams,
+        "lanes": {name: {"busy_seconds": metrics.lane_seconds.get(name, 0.0)} for name in lanes},
         **metrics.counters,
         "finished": dict(metrics.finished),
         "policy_faults": dict(planner.faults),
