@@ -2,7 +2,7 @@
 
 import sys
 
-from deepinfer_core.cli.main import main
+from deepinfer_core.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,7 +27,7 @@ def command(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.", show_default=False)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_k: Whole = None,
     top_p: Number = None,
@@ -42,8 +42,13 @@ def command(
     dtype: options.Dtype = None,
     device: options.Device = None,
     backend: options.Backend = None,
+    no_prefill_decode_overlap: options.NoOverlap = False,
+    trace: options.Trace = None,
 ) -> None:
-    """Stream the answers to one or more prompts."""
+    """Stream the answers to one or more prompts; times go to standard error.
+
+    Example: deepinfer generate models/m --chat -p "What is the capital of France?"
+    """
     if not prompt:
         raise RequestError('there is nothing to answer; give --prompt "..."')
     overrides = options.overrides(
@@ -54,6 +59,7 @@ def command(
         dtype=dtype,
         device=device,
         backend=backend,
+        no_prefill_decode_overlap=no_prefill_decode_overlap,
     )
     chosen: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     from deepinfer_core.sampling import SamplingParams
@@ -70,11 +76,17 @@ def command(
     resolved = load_config(config, overrides)
     if model is not None:
         resolved = evolve(resolved, config=evolve(resolved.config, model=model))
-    llm = LLM(config=resolved)
-    prompts = [_prompt_ids(llm, text, chat=chat, system=system) for text in prompt]
+    with options.tracing(trace) as attach:
+        llm = LLM(config=resolved)
+        attach(llm.running.engine)
+        _answer_all(llm, prompt, params, chat=chat, system=system)
+
+
+def _answer_all(llm: LLM, texts: list[str], params: SamplingParams, *, chat: bool, system: str | None) -> None:
+    prompts = [_prompt_ids(llm, text, chat=chat, system=system) for text in texts]
     for ids in prompts:
         llm.running.engine.check(ids, params)  # say what cannot be before the first answer begins
-    for text, ids in zip(prompt, prompts, strict=True):
+    for text, ids in zip(texts, prompts, strict=True):
         if len(prompts) > 1:
             print(f"> {text}")
         _answer(llm, ids, params)
@@ -94,11 +106,11 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams) -> None:
     for last in llm.stream(ids, params):
         print(last.text, end="", flush=True)
     print(flush=True)
-    assert last is not None, "a generation has at least one token"
-    print(_timing(last.metrics, last.finish_reason or ""), file=sys.stderr, flush=True)
+    if last is not None:  # with --max-tokens 0 there is no token
+        print(timing(last.metrics, last.finish_reason or ""), file=sys.stderr, flush=True)
 
 
-def _timing(metrics: RequestMetrics, reason: str) -> str:
+def timing(metrics: RequestMetrics, reason: str) -> str:
     """Return one line: prompt and answer in tokens, time to the first one, and time for each further one."""
     text = f"[{metrics.prompt_tokens} prompt + {len(metrics.token_times)} tokens, {reason}"
     if metrics.ttft is not None:

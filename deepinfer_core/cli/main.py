@@ -7,19 +7,28 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from inspect import signature
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from deepinfer_core import __version__
-from deepinfer_core.cli.options import dotted_to_set
+from deepinfer_core.cli.interrupts import EXIT_CODE as INTERRUPTED
+from deepinfer_core.cli.interrupts import WORD, Remembered
+from deepinfer_core.cli.options import CONFIG_EPILOG, dotted_to_set
 from deepinfer_core.errors import DeepinferError
 
-INTERRUPTED = 130
-
-COMMANDS = ("generate", "quantize", "explain", "tune", "bench", "plugins", "config", "doctor")
+COMMANDS = (
+    "generate", "chat", "quantize", "eval", "explain", "tune", "bench", "plugins", "config", "doctor",
+)  # fmt: skip
 """Modules of this package in the order of ``--help``; each has a ``command`` function, or an ``app`` of several."""
+
+TOP_EPILOG = (
+    "To begin: deepinfer doctor, then deepinfer quantize MODEL.gguf models/m --recipe w4, then deepinfer chat models/m."
+    "\n\nExit codes: 0 done, 1 error, 2 wrong flag or config, 3 plugin, 4 nothing serves what was asked, 5 model "
+    "files, 6 kernel, 7 does not fit, 8 a request failed, 130 Ctrl-C. docs/cli.md has every command with an example."
+)
 
 
 def build_app() -> typer.Typer:
@@ -28,10 +37,10 @@ def build_app() -> typer.Typer:
         name="deepinfer",
         cls=_Commands,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Quantized LLM inference assembled from plugins by name.",
+        epilog=TOP_EPILOG,
     )
     app.callback()(_top)
     for name in COMMANDS:
@@ -39,7 +48,8 @@ def build_app() -> typer.Typer:
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:
-            app.command(name)(module.command)
+            takes_config = "sets" in signature(module.command).parameters
+            app.command(name, epilog=CONFIG_EPILOG if takes_config else None)(module.command)
     return app
 
 
@@ -54,7 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         build_app()(args=dotted_to_set(sys.argv[1:] if argv is None else argv), prog_name="deepinfer")
 
-    return _guarded(run)
+    with Remembered() as ctrl_c:
+        try:
+            return _guarded(run)
+        except Exception:
+            if not ctrl_c.happened:
+                raise
+            print(WORD, file=sys.stderr)  # an import that was interrupted can fail with anything
+            return INTERRUPTED
 
 
 def _guarded(run: Callable[[], object]) -> int:
@@ -64,7 +81,7 @@ def _guarded(run: Callable[[], object]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(WORD, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away: `deepinfer explain | head`
         sys.stdout = io.TextIOWrapper(io.BytesIO())

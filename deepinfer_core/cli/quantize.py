@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deepinfer_core.cli.console import console
+from deepinfer_core.cli.options import ConfigFile, SetKeys, overrides
 from deepinfer_core.errors import ConfigError, DeepinferError
 
 if TYPE_CHECKING:
@@ -47,17 +48,24 @@ def command(
     method: Annotated[Method, typer.Option(help="search looks for the best scale of each group.")] = Method.SEARCH,
     perplexity: Annotated[Measure, typer.Option(help="Compare both models on a fixed text.")] = Measure.AUTO,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST when it has content.")] = False,
+    config: ConfigFile = None,
+    sets: SetKeys = None,
 ) -> None:
-    """Convert a model by recipe. Layers that are 4-bit in a GGUF (Q4_0, Q4_1) are carried over bit for bit."""
+    """Convert a model by recipe. Layers that are 4-bit in a GGUF (Q4_0, Q4_1) are carried over bit for bit.
+
+    Example: deepinfer quantize SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2-mixed --recipe mixed
+
+    Of a config, [plugins] counts here: which plugins are not loaded, and whether one that fails stops the conversion.
+    """
     group, keep_zeros = _group_size(group_size), _zeros(zeros)
 
     from attrs import evolve
 
     from deepinfer_core.assemble import catalog_for
-    from deepinfer_core.config import Config
+    from deepinfer_core.config import load_config
     from deepinfer_core.quantize import quantize, write_report
 
-    catalog = catalog_for(Config())
+    catalog = catalog_for(load_config(config, overrides(sets=sets)).config)
     with _progress_bar() as tell:
         report = quantize(
             src,

@@ -69,7 +69,7 @@ def test_config_file_selects_by_name(tiny_chat_model: Path, tmp_path: Path, caps
         (["--prompt", "x", "--backend", "fp16"], 2, "SCHEME=NAME"),
         (["--prompt", "x", "--backend", "fp16=acme"], 4, "acme"),
         (["--prompt", "x", "--temperature", "-1"], 2, "temperature = -1.0"),
-        (["--prompt", "x", "--max-tokens", "0"], 2, "max_tokens = 0"),
+        (["--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens"),
         (["--prompt", "x" * 300], 7, "max_model_len is 256"),
         (["--prompt", "x", "--system", "y"], 2, "--system needs --chat"),
         ([], 2, "give --prompt"),
