@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from attrs import evolve, field, fields, frozen, has
 
+from deepinfer_core.budget.estimate import Budget, Part, estimate
+from deepinfer_core.budget.kv import CPU_KV_BYTES, KVFit, fit_kv, reserve_bytes
+from deepinfer_core.budget.system import available_memory
 from deepinfer_core.checkpoint.base import Checkpoint
 from deepinfer_core.checkpoint.reader import open_checkpoint
 from deepinfer_core.config import Config
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.errors import CapacityError, ConfigError, PluginError, nearest
 from deepinfer_core.kernels.cubin_cache import cache_directory
-from deepinfer_core.kvcache.manager import KVCache, page_bytes
+from deepinfer_core.kvcache.manager import KVCache
 from deepinfer_core.model.decoder import Decoder
 from deepinfer_core.model.hf_config import model_spec_from_hf
 from deepinfer_core.model.shapes import attention_problem, linear_modules, linear_slots, required_tensors
@@ -42,12 +46,6 @@ from deepinfer_core.registry.tuning import Timings, timings_path
 from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("deepinfer")
-
-CPU_KV_BYTES = 1 << 30
-"""KV budget on a CPU where the config gives none; memory is taken as it is needed, up to this."""
-
-CUDA_RESERVE_BYTES = 384 << 20
-"""Card memory left to others (display, driver) where the config gives neither memory nor reserve."""
 
 Progress = Callable[[int, int], None]
 
@@ -100,6 +98,7 @@ class RunningModel:
         engine: What runs requests.
         attention: The attention backend that was chosen, and why.
         selections: What serves each distinct linear problem.
+        budget: Where its memory goes.
     """
 
     config: Config
@@ -111,6 +110,7 @@ class RunningModel:
     engine: Engine
     attention: AttentionSelection
     selections: Mapping[LinearProblem, Selection] = field(repr=False)
+    budget: Budget = field(repr=False)
 
 
 class LinearSelector:
@@ -190,8 +190,16 @@ def assemble(
     select = LinearSelector(catalog, config, _measured_table(place))
     attention = select_attention(catalog, _attention_problem(config, spec, place), config.attention.backend)
     backend: AttentionBackend = make(attention.spec.spec.factory, attention.spec, attention.problem)
-    known = place.device.type == "cpu" or config.cache.memory is not None
-    sizes = _kv_size(config, spec, place, backend) if known else None  # what cannot fit is said before the weights
+    budget = _estimate(
+        config,
+        spec,
+        checkpoint,
+        place,
+        select=select,
+        backend=backend,
+        attention=attention.problem,
+        lanes=policy.lanes,
+    )
     tokenizer = load_tokenizer(checkpoint)
     decoder = Decoder.load(
         spec,
@@ -201,11 +209,14 @@ def assemble(
         device=place.device,
         dtype=place.dtype,
         m_max=config.scheduler.max_batched_tokens,
-        max_len=sizes[1] if sizes else attention.problem.max_model_len,
+        max_len=budget.longest if _sized_by_now(config, place) else attention.problem.max_model_len,
         progress=progress,
     )
     select.report()
-    pages, max_model_len = sizes or _kv_size(config, spec, place, backend)
+    kv = _fit_what_is_left(config, spec, place, budget)
+    pages, max_model_len = kv.pages, kv.max_model_len
+    if kv.shrunk:
+        log.warning("max_model_len is %d, not the model's %d: the KV budget holds no more", max_model_len, kv.wanted)
     cache = KVCache(
         backend,
         layers=spec.layers,
@@ -249,6 +260,7 @@ def assemble(
         engine=engine,
         attention=attention,
         selections=select.chosen,
+        budget=evolve(budget, kv=kv),
     )
 
 
@@ -346,34 +358,67 @@ def _attention_problem(config: Config, spec: ModelSpec, place: Place) -> Attenti
     )
 
 
-def _kv_size(config: Config, spec: ModelSpec, place: Place, backend: AttentionBackend) -> tuple[int, int]:
-    """Return (pages, longest context): no more pages than all requests at full length can use.
+def _estimate(
+    config: Config,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    place: Place,
+    *,
+    select: LinearSelector,
+    backend: AttentionBackend,
+    attention: AttentionProblem,
+    lanes: Sequence[LaneSpec],
+) -> Budget:
+    """Return where the memory that is free now will go; what cannot fit is said before the weights are read.
 
     Raises:
-        CapacityError: The budget does not hold one context of the length that the config asks for.
+        CapacityError: Weights, one step and a context of the length that the config asks for are more than there is.
     """
-    cache, page = config.cache, page_bytes(backend, spec.layers)
-    wanted = cache.max_model_len or spec.max_length
-    each = -(-wanted // cache.page_size)
-    budget = _kv_budget(config, place, needed=each * page if cache.max_model_len else 0)
-    pages = min(budget // page, each * config.scheduler.max_requests)
-    if pages < 1 or (cache.max_model_len is not None and pages < each):
-        raise CapacityError(
-            f"a context of {wanted} tokens needs {each * page / 2**20:,.1f} MiB of KV cache ({page / 2**10:,.1f} KiB a "
-            f"page of {cache.page_size}), the budget is {budget / 2**20:,.1f} MiB; lower [cache] max_model_len or "
-            "raise [cache] memory"
-        )
-    longest = min(wanted, pages * cache.page_size)
-    if longest < wanted:
-        log.warning("max_model_len is %d, not the model's %d: the KV budget holds no more", longest, wanted)
-    return pages, longest
+    cache = config.cache
+    overlapped = place.device.type == "cuda" and config.scheduler.prefill_decode_overlap
+    if place.device.type == "cuda":
+        total: int | None = torch.cuda.mem_get_info(place.device)[0]
+        reserve = reserve_bytes(config)
+    else:
+        total = available_memory() if cache.reserve is not None else None
+        reserve = cache.reserve or 0
+    found = estimate(
+        config,
+        spec,
+        checkpoint.layer_format,
+        select=select,
+        backend=backend,
+        attention=attention,
+        total=sys.maxsize if total is None else total,
+        kept=(Part(what="reserve", nbytes=reserve),),
+        lanes=len(lanes) if overlapped else 1,
+    )
+    if total is None and cache.memory is None:
+        needed = -(-(cache.max_model_len or 0) // cache.page_size) * found.page_bytes
+        room = max(CPU_KV_BYTES, needed)
+        found = evolve(found, kv=fit_kv(config, spec.max_length, found.page_bytes, room), problem=None)
+    if found.kv is None:
+        raise CapacityError(str(found.problem))
+    if found.warning is not None:
+        log.warning("%s", found.warning)
+    return found
 
 
-def _kv_budget(config: Config, place: Place, *, needed: int) -> int:
-    """Return the bytes that the KV cache may take."""
-    if config.cache.memory is not None:
-        return config.cache.memory
-    if place.device.type == "cpu":
-        return max(CPU_KV_BYTES, needed)
+def _sized_by_now(config: Config, place: Place) -> bool:
+    """Return whether the KV cache is settled before the weights are loaded."""
+    return place.device.type != "cuda" or config.cache.memory is not None
+
+
+def _fit_what_is_left(config: Config, spec: ModelSpec, place: Place, budget: Budget) -> KVFit:
+    """Return the cache for the memory that is really free once the weights are there.
+
+    Raises:
+        CapacityError: It does not hold one context of the length that the config asks for.
+    """
+    assert budget.kv is not None
+    if _sized_by_now(config, place):
+        return budget.kv
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(place.device)
-    return max(0, free - (CUDA_RESERVE_BYTES if config.cache.reserve is None else config.cache.reserve))
+    room = free - sum(part.nbytes for part in budget.kept)
+    return fit_kv(config, spec.max_length, budget.page_bytes, room, budget.step)
