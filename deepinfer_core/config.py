@@ -15,7 +15,7 @@ import cattrs
 from attrs import field, frozen
 from cattrs.errors import AttributeValidationNote, ForbiddenExtraKeysError, IterableValidationNote
 
-from deepinfer_core.config_parsing import Bytes, Positive, converter, from_flag, toml_text
+from deepinfer_core.config_parsing import Bytes, Port, Positive, converter, from_flag, toml_text
 from deepinfer_core.errors import ConfigError, nearest
 
 
@@ -102,6 +102,41 @@ class PluginsConfig:
 
 
 @frozen(kw_only=True)
+class ServerConfig:
+    """``[server]``: where the HTTP server listens, who may use it, and what a client may take of it.
+
+    Attributes:
+        host: Address to listen on; the default takes connections from this machine alone.
+        port: Its port; 0 takes any that is free.
+        served_model_name: What clients call the model; None: the last part of its path.
+        api_key_file: File whose text is the API key; None: the environment's DEEPINFER_API_KEY, or no key.
+        cors_origins: Origins whose web pages may use the server, such as ``http://localhost:3000``.
+        grace_seconds: How long running requests may go on after the server was told to stop.
+        max_queue: Answers that may wait, beside those in work; more are refused with 429.
+        max_body: Bytes of one request.
+        max_choices: Most answers of one request: prompts times ``n`` or ``best_of``.
+        max_stop: Most stop strings of one request.
+        read_timeout_seconds: How long a client may take to send its request.
+        write_timeout_seconds: How long a client may leave a piece of an answer unread.
+        log_format: Lines of text, or of JSON.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    served_model_name: str | None = None
+    api_key_file: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    grace_seconds: Positive = 10
+    max_queue: Positive = 256
+    max_body: Bytes = 8 << 20
+    max_choices: Positive = 256
+    max_stop: Positive = 32
+    read_timeout_seconds: Positive = 20
+    write_timeout_seconds: Positive = 30
+    log_format: Literal["text", "json"] = "text"
+
+
+@frozen(kw_only=True)
 class Config:
     """Everything that a config file can say; "auto" is resolved into a new object when the engine is assembled.
 
@@ -115,6 +150,7 @@ class Config:
         scheduler: See `SchedulerConfig`.
         cache: See `CacheConfig`.
         plugins: See `PluginsConfig`.
+        server: See `ServerConfig`.
     """
 
     model: str | None = None
@@ -126,6 +162,7 @@ class Config:
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     cache: CacheConfig = field(factory=CacheConfig)
     plugins: PluginsConfig = field(factory=PluginsConfig)
+    server: ServerConfig = field(factory=ServerConfig)
 
     def linear_for(self, scheme: str) -> LinearConfig:
         """Return what holds for a scheme, ``[plugins] strict`` included; ``LinearChoice.from_settings`` takes it."""

@@ -12,6 +12,7 @@ import cattrs
 from deepinfer_core.errors import nearest
 
 Positive = Annotated[int, "a whole number of at least 1"]
+Port = Annotated[int, "a port from 0 (any that is free) to 65535"]
 Bytes = Annotated[int, "a size such as 384MiB or 1.2GiB"]
 
 _UNITS = {"": 1, "B": 1} | {f"{p}{s}": b**e for e, p in enumerate("KMGT", 1) for s, b in (("iB", 1024), ("B", 1000))}
@@ -86,6 +87,12 @@ def _positive(value: object, _: Any) -> int:
     raise ValueError(f"expected a whole number of at least 1{most}, got {toml_text(value)}")
 
 
+def _port(value: object, _: Any) -> int:
+    if type(value) is int and 0 <= value <= 65535:
+        return value
+    raise ValueError(f"expected a port from 0 (any that is free) to 65535, got {toml_text(value)}")
+
+
 def _size(value: object, _: Any) -> int:
     try:
         return parse_size(value)
@@ -116,5 +123,6 @@ def converter() -> cattrs.Converter:
     made.register_structure_hook(bool, _checked("true or false", bool))
     made.register_structure_hook_func(lambda t: t == Positive, _positive)
     made.register_structure_hook_func(lambda t: t == Bytes, _size)
+    made.register_structure_hook_func(lambda t: t == Port, _port)
     made.register_structure_hook_func(_is_literal, _literal)
     return made

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, fields, frozen
 
@@ -12,6 +11,7 @@ from deepinfer_core.errors import RequestError
 
 if TYPE_CHECKING:
     from attrs import Attribute
+    from torch import Tensor
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means the most likely token: dividing by it would only overflow."""
@@ -19,6 +19,24 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BIAS = 100.0
+
+
+class TokenConstraint(Protocol):
+    """What limits one answer's tokens from outside, such as a grammar: the sampler asks it before each token.
+
+    Only the scheduler thread calls it. What it allows must depend on the accepted tokens alone: a token that was drawn
+    may be dropped (preemption, memory) and drawn again. It must always allow a token: an end token where nothing else
+    may follow.
+    """
+
+    def allowed(self, vocab: int, /) -> Tensor:
+        """Return which tokens may come next: bool ``[vocab]`` on the CPU."""
+        ...
+
+    def accept(self, token: int, /) -> None:
+        """Take the token that the answer goes on with."""
+        ...
+
 
 _Validator = Callable[[Any, "Attribute[Any]", Any], None]
 
@@ -29,8 +47,8 @@ def _refuse(name: str, value: object, wanted: str) -> RequestError:
 
 def _number(lo: float, hi: float, wanted: str, *, lo_open: bool = False) -> _Validator:
     def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or not (lo < value if lo_open else lo <= value) or value > hi:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)  # no comparison holds for a NaN
+        if not good or not (lo < value if lo_open else lo <= value) or not value <= hi:
             raise _refuse(attribute.name, value, wanted)
 
     return check
@@ -55,6 +73,11 @@ def _optional(inner: _Validator) -> _Validator:
 def _boolean(_: Any, attribute: Attribute[Any], value: Any) -> None:
     if not isinstance(value, bool):
         raise _refuse(attribute.name, value, "true or false")
+
+
+def _factory(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if not callable(value):
+        raise _refuse(attribute.name, value, "a function that returns a TokenConstraint")
 
 
 def _as_tuple(value: Any) -> Any:
@@ -109,12 +132,14 @@ class SamplingParams:
         stop_token_ids: Token ids that end it besides the model's own end tokens.
         ignore_eos: Go on after the model's end tokens.
         min_tokens: No end token ends the generation before this many.
-        max_tokens: Most tokens to generate; None for what the model's length leaves.
+        max_tokens: Most tokens to generate; None for what the model's length leaves, 0 to have the
+            prompt read alone, for its log probabilities or the prefix cache.
         logprobs: Report the log probability of each token and of this many alternatives.
         prompt_logprobs: The same for the prompt.
         n: Independent answers to the same prompt.
         priority: Higher is more urgent, for policies that look at it.
         deadline_ms: When the answer should be complete, from submission, for policies that look at it.
+        constraint: Makes, for each answer, what says which tokens may come next (a grammar).
 
     Raises:
         RequestError: A value is of the wrong type or out of its range; the message names field, value and range.
@@ -134,7 +159,7 @@ class SamplingParams:
     ignore_eos: bool = field(default=False, validator=_boolean)
     min_tokens: int = field(default=0, validator=_integer(0, 1 << 31, "an integer, at least 0"))
     max_tokens: int | None = field(
-        default=None, validator=_optional(_integer(1, 1 << 31, "an integer from 1 to 2147483648"))
+        default=None, validator=_optional(_integer(0, 1 << 31, "an integer from 0 to 2147483648"))
     )
     logprobs: int | None = field(
         default=None, validator=_optional(_integer(0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"))
@@ -145,6 +170,7 @@ class SamplingParams:
     n: int = field(default=1, validator=_integer(1, MAX_N, f"an integer from 1 to {MAX_N}"))
     priority: int = field(default=0, validator=_integer(-(1 << 31), 1 << 31, "an integer"))
     deadline_ms: float | None = field(default=None, validator=_optional(_number(0, 1e12, "above 0", lo_open=True)))
+    constraint: Callable[[], TokenConstraint] | None = field(default=None, validator=_optional(_factory))
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,6 +72,34 @@ class Tokenizer:
         """Return the text of ids as they continue another text: a leading space is kept."""
         text = self._raw([*self._anchor, *ids], skip_special=skip_special)
         return text[len(self._anchor_text) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for, also where they are a part of a character alone."""
+        text = self.decode([token], skip_special=False)
+        if REPLACEMENT not in text:
+            return text.encode("utf-8", "replace")
+        piece = str(self._hf.convert_ids_to_tokens(token))
+        if len(piece) == 6 and piece.startswith("<0x"):
+            return bytes([int(piece[3:5], 16)])
+        table = _byte_alphabet()
+        return bytes(table[c] for c in piece) if all(c in table for c in piece) else text.encode()
+
+    def fast_json(self) -> str | None:
+        """Return the tokenizer as the JSON of the tokenizers library, without padding and truncation; None without."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        data = json.loads(backend.to_str())
+        data["padding"] = data["truncation"] = None
+        return json.dumps(data)
+
+    @property
+    def template_text(self) -> str:
+        """The chat template's source; empty when there is none. Where there are several, the one for tools is first."""
+        template = self._hf.chat_template
+        if isinstance(template, Mapping):
+            return "\n".join(str(template[name]) for name in sorted(template, key=lambda name: name != "tool_use"))
+        return str(template or "")
 
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the prompt that the model's chat template makes of messages, in transformers' sandbox.
@@ -140,6 +170,15 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
         fault = error if present else f"none of {', '.join(_TOKENIZER_FILES)} is there; copy the model's own"
         raise CheckpointError(f"{path}: the tokenizer cannot be read: {fault}") from error
     return Tokenizer(hf, source.eos_token_ids())
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for: printable Latin-1 for itself."""
+    shown = [b for b in range(256) if chr(b).isprintable() and b not in (0x20, 0xA0, 0xAD)]
+    table = {chr(b): b for b in shown}
+    hidden = (b for b in range(256) if b not in shown)
+    return table | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
 def _load_files(path: Path) -> Any:

@@ -58,6 +58,7 @@ class Intake:
         tags: Sequence[str],
         salt: Hashable,
         sink: Callable[[TokenOutput], None] | None,
+        on_end: Callable[[], None] | None = None,
     ) -> RequestHandle:
         """Check a request and queue it; see `Engine.submit`."""
         now = self._clock()
@@ -65,7 +66,7 @@ class Intake:
         max_tokens = self._admission.check(prompt, params)
         name = f"r{next(self._numbers)}" if request_id is None else request_id
         metrics = [RequestMetrics(now, prompt_tokens=len(prompt)) for _ in range(params.n)]
-        handle = RequestHandle(name, prompt, metrics, self.abort, sink)
+        handle = RequestHandle(name, prompt, metrics, self.abort, sink, on_end)
         state = self._sampler.open(params, prompt)
         choices = [
             Request(

@@ -113,6 +113,7 @@ class RequestHandle:
         metrics: Times of each of its choices.
         abort: Called by `abort`.
         sink: Gets each output on the scheduler thread, instead of the queue that iteration reads; it must be quick.
+        on_end: Called once on the scheduler thread, when the request has ended, well or by an error; it must be quick.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class RequestHandle:
         metrics: Sequence[RequestMetrics],
         abort: Callable[[str], None],
         sink: Callable[[TokenOutput], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_ids = tuple(prompt_ids)
@@ -133,6 +135,7 @@ class RequestHandle:
         self._outputs: queue.SimpleQueue[TokenOutput | None] = queue.SimpleQueue()
         self.emit = sink or self._outputs.put  # streams one output; for the scheduler thread
         self._abort = abort
+        self._on_end = on_end
         self._done = threading.Event()
 
     @property
@@ -194,3 +197,5 @@ class RequestHandle:
     def _finish(self) -> None:
         self._outputs.put(None)
         self._done.set()
+        if self._on_end is not None:
+            self._on_end()

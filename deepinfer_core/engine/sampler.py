@@ -1,8 +1,9 @@
 """Choosing tokens for a batch in tensor operations: each row's choice depends on that row alone, and one sync a step.
 
 A row's logits pass through, in this order: repetition penalty (once for each distinct id of prompt and answer),
-presence and frequency penalties (generated ids alone), bias, the ban of end tokens before min_tokens; then temperature,
-top-k, top-p of what is left, min-p; then one uniform number against the cumulative probabilities.
+presence and frequency penalties (generated ids alone), bias, the ban of end tokens before min_tokens, what a constraint
+does not allow; then temperature, top-k, top-p of what is left, min-p; then one uniform number against the cumulative
+probabilities.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ class _Batch:
         ]
         self.penalties = torch.tensor(penalties, dtype=torch.float32, device=device).reshape(-1, 3)
         self.bias = [_bias(i, s.params.logit_bias, device) for i, s in rows if s.params.logit_bias]
+        self.constrained = [(i, s.constraint) for i, s in rows if s.constraint is not None]
         self.bans = [(i, s, torch.tensor(s.banned, device=device)) for i, s in rows if s.banned]
 
     def serves(self, states: Sequence[SamplerState], device: torch.device) -> bool:
@@ -221,6 +223,8 @@ def _edit(logits: Tensor, batch: _Batch) -> Tensor:
     for row, state, ids in batch.bans:
         if state.position < state.params.min_tokens:
             logits[row, ids] = float("-inf")
+    for row, constraint in batch.constrained:
+        logits[row].masked_fill_(~constraint.allowed(logits.shape[1]).to(logits.device), float("-inf"))
     return logits
 
 

@@ -37,9 +37,21 @@ class SamplerState:
         params: What was asked.
         position: Tokens accepted so far; the next draw's number.
         banned: Ids that may not come before ``min_tokens``.
+        constraint: What says which tokens may come next; None for all.
     """
 
-    __slots__ = ("_counts", "_generated", "_prompt_ids", "_seed", "_seen", "banned", "params", "penalized", "position")
+    __slots__ = (
+        "_counts",
+        "_generated",
+        "_prompt_ids",
+        "_seed",
+        "_seen",
+        "banned",
+        "constraint",
+        "params",
+        "penalized",
+        "position",
+    )
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], end_ids: frozenset[int], seed: int) -> None:
         self.params = params
@@ -47,6 +59,7 @@ class SamplerState:
         self.penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_ids)
         self.banned = sorted(ends) if params.min_tokens else []
+        self.constraint = params.constraint() if params.constraint is not None else None
         self._seed = seed
         self._prompt_ids = prompt_ids
         self._generated: list[int] = []
@@ -62,7 +75,7 @@ class SamplerState:
     @property
     def edited(self) -> bool:
         """True when logits are changed before the choice."""
-        return self.penalized or bool(self.params.logit_bias) or bool(self.banned)
+        return self.penalized or bool(self.params.logit_bias) or bool(self.banned) or self.constraint is not None
 
     def fork(self, choice: int) -> SamplerState:
         """Return a fresh state for another answer to the same prompt; choice 0 draws what the original draws."""
@@ -78,6 +91,8 @@ class SamplerState:
     def accept(self, token: int) -> None:
         """Count ``token`` as generated. A token that was sampled and dropped is drawn again, the same."""
         self.position += 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if self.penalized:
             self._generated.append(token)
             if self._counts is not None and self._seen is not None:

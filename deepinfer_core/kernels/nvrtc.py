@@ -23,6 +23,8 @@ INCLUDE = Path(__file__).parent / "include"
 
 INSTALL_HINT = "pip install deepinfer-core[cuda12] (or [cuda13] for a CUDA 13 driver)"
 
+_compiled: list[str] = []  # what this process has compiled, for `compilations`
+
 
 @frozen(kw_only=True)
 class CudaSource:
@@ -94,6 +96,11 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def compilations() -> int:
+    """Return how many sources this process has compiled."""
+    return len(_compiled)
+
+
 def compile_source(source: CudaSource, capability: Capability) -> Compiled:
     """Compile for one compute capability.
 
@@ -114,6 +121,7 @@ def compile_source(source: CudaSource, capability: Capability) -> Compiled:
             log = nvrtc.getProgramLog(program)
             raise KernelError(_explain(source, capability, log)) from error
         log = nvrtc.getProgramLog(program)
+        _compiled.append(source.path.name)
         return Compiled(cubin=nvrtc.getCUBIN(program), resources=parse_resources(log))
     finally:
         nvrtc.destroyProgram(program)
