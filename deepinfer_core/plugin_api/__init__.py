@@ -6,6 +6,8 @@ from deepinfer_core.plugin_api.attention import (
     AttentionBatch,
     AttentionFeature,
     AttentionProblem,
+    HeadNorm,
+    RotatingBackend,
 )
 from deepinfer_core.plugin_api.hooks import PluginInfo, hookimpl, hookspec
 from deepinfer_core.plugin_api.linear import (
@@ -72,6 +74,7 @@ __all__ = [
     "Device",
     "EngineView",
     "Epilogue",
+    "HeadNorm",
     "LaneSpec",
     "LaneView",
     "Limits",
@@ -89,6 +92,7 @@ __all__ = [
     "QuantizationRecipe",
     "RecipeRule",
     "RequestView",
+    "RotatingBackend",
     "SchedulingPolicy",
     "SchedulingPolicySpec",
     "Slo",
