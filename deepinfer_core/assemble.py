@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, field, fields, frozen, has
 
 from deepinfer_core.budget.estimate import Budget, Part, estimate
-from deepinfer_core.budget.kv import CPU_KV_BYTES, KVFit, fit_kv, reserve_bytes
+from deepinfer_core.budget.kv import KVFit, fit_kv, reserve_bytes
 from deepinfer_core.budget.system import available_memory
 from deepinfer_core.checkpoint.base import Checkpoint
 from deepinfer_core.checkpoint.reader import open_checkpoint
@@ -394,9 +394,7 @@ def _estimate(
         lanes=len(lanes) if overlapped else 1,
     )
     if total is None and cache.memory is None:
-        needed = -(-(cache.max_model_len or 0) // cache.page_size) * found.page_bytes
-        room = max(CPU_KV_BYTES, needed)
-        found = evolve(found, kv=fit_kv(config, spec.max_length, found.page_bytes, room), problem=None)
+        found = found.by_default_on_a_cpu(config, spec.max_length)
     if found.kv is None:
         raise CapacityError(str(found.problem))
     if found.warning is not None:

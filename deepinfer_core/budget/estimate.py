@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from deepinfer_core.budget.kv import KVFit, StepMemory, fit_kv
+from deepinfer_core.budget.kv import CPU_KV_BYTES, KVFit, StepMemory, fit_kv
 from deepinfer_core.config import Config
 from deepinfer_core.errors import CapacityError
 from deepinfer_core.kernels.fallback import CHUNK_BYTES
@@ -305,6 +305,16 @@ class Budget:
             text = self._too_many(taken + step, "weights, [cache] memory and the largest step together")
             return evolve(self, kv=kv, warning=f"{text}; steps may have to be split, or the driver will swap")
         return evolve(self, kv=kv)
+
+    def by_default_on_a_cpu(self, config: Config, model_length: int) -> Budget:
+        """Return the budget of a CPU where the config gives neither memory nor reserve: a fixed cache, or as asked.
+
+        Its memory is taken as it is needed, so that a plan larger than the machine does no harm by itself.
+        """
+        cache = config.cache
+        needed = -(-(cache.max_model_len or 0) // cache.page_size) * self.page_bytes
+        kv = fit_kv(config, model_length, self.page_bytes, max(CPU_KV_BYTES, needed))
+        return evolve(self, kv=kv, problem=None)
 
     def _too_many(self, nbytes: int, what: str) -> str:
         return (

@@ -13,6 +13,9 @@ CPU_KV_BYTES = 1 << 30
 CUDA_RESERVE_BYTES = 384 << 20
 """Card memory left to others (display, driver) where the config gives neither memory nor reserve."""
 
+CUDA_CONTEXT_BYTES = 512 << 20
+"""What CUDA, torch and the kernels' modules take of a card before anything is loaded."""
+
 
 @frozen(kw_only=True)
 class StepMemory:

@@ -67,14 +67,16 @@ def command(
 ) -> None:
     """Print the dispatch table of every distinct layer shape, and every rejected candidate with its reason.
 
-    Imports neither torch nor CuPy, so it answers for a card that is not here: --capability 86 --dtype float16.
+    Example: deepinfer explain models/m --capability 86 --dtype float16
+
+    Imports neither torch nor CuPy, so it answers for a card that is not here.
     """
     if capability is not None and device is None:
         device = "cuda"
     resolved = load_config(config, overrides(sets=sets, dtype=dtype, device=device, backend=backend))
     settings = resolved.config
-    catalog = _catalog(resolved)
-    target = _target(settings, capability)
+    catalog = checked_catalog(resolved)
+    target = target_of(settings, capability)
     layers = None if shape else _model_layers(model, settings)
 
     def linear_in(act_dtype: str) -> list[tuple[str, LinearProblem]]:
@@ -120,7 +122,8 @@ def command(
         raise SelectionError("\n".join(dict.fromkeys(str(e) for e in errors))) from errors[0]
 
 
-def _catalog(resolved: ResolvedConfig) -> Catalog:
+def checked_catalog(resolved: ResolvedConfig) -> Catalog:
+    """Return what is installed, with every name of the config checked against it."""
     settings = resolved.config
     catalog = Catalog.from_discovery(discover(disable=settings.plugins.disable, strict=settings.plugins.strict))
     check_names(
@@ -133,7 +136,12 @@ def _catalog(resolved: ResolvedConfig) -> Catalog:
     return catalog
 
 
-def _target(settings: Config, capability: str | None) -> Target:
+def target_of(settings: Config, capability: str | None) -> Target:
+    """Return the device that is asked about.
+
+    Raises:
+        ConfigError: The capability is none, contradicts the config's device, or no card is here and none was named.
+    """
     if settings.device == "cpu":
         if capability is not None:
             raise ConfigError(f"--capability {capability} asks about a card, and device is 'cpu'; leave one out")

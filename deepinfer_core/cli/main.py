@@ -20,7 +20,7 @@ from deepinfer_core.cli.options import CONFIG_EPILOG, dotted_to_set
 from deepinfer_core.errors import DeepinferError
 
 COMMANDS = (
-    "generate", "chat", "quantize", "eval", "explain", "tune", "bench", "plugins", "config", "doctor",
+    "generate", "chat", "serve", "quantize", "eval", "plan", "explain", "tune", "bench", "plugins", "config", "doctor",
 )  # fmt: skip
 """Modules of this package in the order of ``--help``; each has a ``command`` function, or an ``app`` of several."""
 
