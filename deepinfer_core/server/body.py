@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -39,11 +40,16 @@ def parse_json(raw: bytes) -> Any:
     if not isinstance(value, dict):
         raise bad_request(f"the body must be a JSON object, not {_KINDS.get(type(value), 'something else')}")
     _check_depth(value)
+    if _SURROGATE.search(text):
+        _check_unicode(value)
     return value
 
 
 _TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels of lists and objects"
 _KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _no_constant(name: str) -> None:
@@ -54,6 +60,14 @@ def _integer(digits: str) -> int:
     if len(digits) > 400:  # no field takes such a number, and reading it takes time that grows with its square
         raise bad_request(f"the body holds a number of {len(digits)} digits")
     return int(digits)
+
+
+def _check_unicode(value: Any) -> None:
+    """Refuse lone surrogates, which stand for no character: no tokenizer and no answer could hold them."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise bad_request(f"the body holds {error.object[error.start]!a}, a half of a surrogate pair") from None
 
 
 def _check_depth(value: Any) -> None:
