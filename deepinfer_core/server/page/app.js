@@ -141,14 +141,14 @@ paint("auto");
 
 const count = (value) => Math.round(value).toLocaleString("en");
 const rate = (value) => (value < 10 ? value.toFixed(1) : count(value));
-const time = (seconds) => (seconds < 1 ? `${(seconds * 1000).toPrecision(3).replace(/\.?0+$/, "")} ms` : `${seconds.toFixed(2)} s`);
+const time = (seconds) => (seconds < 1 ? `${Number((seconds * 1000).toPrecision(3))} ms` : `${seconds.toFixed(2)} s`);
 const percent = (share) => `${Math.round(share * 100)}%`;
 
 const charts = {
   rate: new Chart($("plot-rate"), { what: "Tokens generated a second", series: ["now"], show: (v) => `${rate(v)}/s` }),
   ttft: new Chart($("plot-ttft"), { what: "Time to first token", series: ["p50", "p95"], show: time }),
   tpot: new Chart($("plot-tpot"), { what: "Time for each further token", series: ["p50", "p95"], show: time }),
-  pool: new Chart($("plot-pool"), { what: "KV pages in use", series: ["used"], show: percent, top: 1 }),
+  pool: new Chart($("plot-pool"), { what: "KV pages in use", series: ["used"], show: percent, top: 1, unmarked: true }),
 };
 const lanes = new Map();
 
@@ -176,7 +176,7 @@ function laneRow(name) {
     plot.className = "plot";
     row.append(head, meter, plot);
     $("lanes").append(row);
-    const chart = new Chart(plot, { what: `Lane ${name} busy`, series: ["busy"], show: percent, top: 1 });
+    const chart = new Chart(plot, { what: `Lane ${name} busy`, series: ["busy"], show: percent, top: 1, unmarked: true });
     lanes.set(name, { value, meter, busy, chart });
   }
   return lanes.get(name);

@@ -20,22 +20,24 @@ function label(parent, className) {
   return element;
 }
 
-/** Return the next round number at or above a value: 1, 2 or 5 times a power of ten. */
+/** Return the next round number at or above a value. */
 export function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
 }
 
 export class Chart {
   /**
    * @param {HTMLElement} figure where it is drawn
-   * @param {{what: string, series: string[], show: (value: number) => string, top?: number}} options
-   *   what it shows, a name for each line (the first is filled), how a value is written, a fixed top of the scale
+   * @param {{what: string, series: string[], show: (value: number) => string, top?: number, unmarked?: boolean}}
+   *   options what it shows, a name for each line (the first is filled), how a value is written, a fixed top of the
+   *   scale, and whether that top goes without saying
    */
   constructor(figure, options) {
     this.options = options;
     this.values = options.series.map(() => Array(POINTS).fill(null));
+    figure.classList.toggle("marked", !options.unmarked);
     const svg = part(figure, "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     this.svg = svg;
     part(svg, "line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT, y2: HEIGHT });
@@ -67,7 +69,7 @@ export class Chart {
   }
 
   draw() {
-    const { what, series, show } = this.options;
+    const { what, series, show, unmarked } = this.options;
     const known = this.values.flat().filter((value) => value !== null);
     this.scale = this.options.top ?? roundUp(Math.max(0, ...known));
     this.values.forEach((values, index) => {
@@ -75,7 +77,7 @@ export class Chart {
       this.lines[index].setAttribute("d", line);
       if (index === 0) this.area.setAttribute("d", area);
     });
-    this.top.textContent = known.length ? show(this.scale) : "";
+    this.top.textContent = known.length && !unmarked ? show(this.scale) : "";
     const now = series.map((name, index) => [name, this.values[index].at(-1)]);
     const said = now.filter(([, value]) => value !== null).map(([name, value]) => `${name} ${show(value)}`);
     this.svg.setAttribute("aria-label", `${what}, last two minutes: ${said.join(", ") || "nothing yet"}`);

@@ -36,8 +36,14 @@ export async function problemOf(response) {
 /** Put a text into an element: fenced blocks and `code` set apart, all else as it is. */
 export function write(element, text) {
   const parts = text.split(/^```[^\n]*\n?/m); // an odd part is inside a fence, also while the fence is still open
-  const made = parts.flatMap((part, index) => (index % 2 ? [block(part)] : inline(part)));
+  const made = parts.flatMap((part, index) => (index % 2 ? [block(part)] : inline(outside(part, index, parts.length))));
   element.replaceChildren(...made);
+}
+
+/** Drop the line ends that a text has towards a block before or after it: the block brings its own space. */
+function outside(text, index, count) {
+  const begun = index > 0 ? text.replace(/^\n+/, "") : text;
+  return index < count - 1 ? begun.replace(/\n+$/, "") : begun;
 }
 
 function block(text) {
