@@ -61,6 +61,7 @@ class ToolReader:
         self._held = ""
         self._inside = False
         self._begun = False
+        self._behind_call = False
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[Call]]:
@@ -84,13 +85,16 @@ class ToolReader:
         calls: list[Call] = []
         while True:
             if not self._inside:
+                if self._behind_call:  # the white space there belongs to no text
+                    self._held = self._held.lstrip()
+                    self._behind_call = not self._held
                 at = self._held.find(HERMES)
                 if at < 0:
                     keep = _begun(self._held, HERMES)
                     shown += self._held[: len(self._held) - keep]
                     self._held = self._held[len(self._held) - keep :]
                     return shown, self._counted(calls)
-                shown += self._held[:at].rstrip()
+                shown += self._held[:at]
                 self._held, self._inside = self._held[at:], True
             end = self._held.find("</tool_call>")
             if end < 0:
@@ -102,7 +106,7 @@ class ToolReader:
                 shown += block
             else:
                 calls.append(call)
-                self._held = self._held.lstrip()
+                self._behind_call = True
 
     def _at_start(self) -> tuple[str, list[Call]]:
         """Pass text on once it is clear that the answer does not begin as calls do."""

@@ -193,7 +193,8 @@ def test_fields_that_cannot_be_are_named(served: Any) -> None:
         ("stop", ["x"] * 5000), ("stop_token_ids", [10**7]), ("stop_token_ids", [-1]),
         ("logit_bias", {"x y": -50}), ("logit_bias", {"-1": 5}), ("logit_bias", {"99999999": 5}),
         ("logit_bias", {"5": "x"}), ("logit_bias", {"5": 1e30}), ("top_k", -2), ("deadline_ms", -1), ("priority", "a"),
-        ("min_tokens", -1), ("stream", "yes"), ("echo", 1), ("temperature", 10**399), ("response_format", {"type": "x"}),
+        ("min_tokens", -1), ("stream", "yes"), ("echo", 1), ("temperature", 10**399),
+        ("response_format", {"type": "x"}),
     ):  # fmt: skip
         error = served.refused(TEXT, {"model": "tiny", "prompt": "x", field: value})
         assert error["type"] == "invalid_request_error"

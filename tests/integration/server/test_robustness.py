@@ -179,9 +179,9 @@ def test_only_json_is_taken_as_json(served: Any, kind: str | None) -> None:
 
 def test_a_long_text_is_never_repeated_in_an_error(served: Any) -> None:
     secret = "tell nobody " * 5000
-    for wrong in ({"prompt": {"a": secret}}, {"prompt": "x", "stop": secret}, {"prompt": "x", "logit_bias": {secret: 1}},
-                  {"prompt": "x", "temperature": secret}, {"prompt": secret}, {"prompt": "x", "model": secret}):  # fmt: skip
-        answer = served.post(TEXT, {"model": "tiny", **wrong})
+    for wrong in ({"prompt": {"a": secret}}, {"stop": secret}, {"logit_bias": {secret: 1}}, {"temperature": secret},
+                  {"prompt": secret}, {"model": secret}):  # fmt: skip
+        answer = served.post(TEXT, {"model": "tiny", "prompt": "x", **wrong})
         assert answer.status_code in (400, 404)
         assert len(answer.text) < 900
 
