@@ -11,7 +11,10 @@ from deepinfer_core.cli.bench_serving import Output
 from deepinfer_core.cli.options import Backend, ConfigFile, SetKeys, overrides, parse_counts, parse_shape
 from deepinfer_core.errors import ConfigError
 
-app = typer.Typer(help="Measure kernels and serving; every result names device, versions and the path taken.")
+app = typer.Typer(
+    help="Measure kernels and serving; every result names device, versions and the path taken.",
+    epilog="Example: deepinfer bench serving models/m --policy all --output result.json",
+)
 
 app.command("serving")(bench_serving.serving)
 app.command("jitter")(bench_serving.jitter)

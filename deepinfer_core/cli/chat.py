@@ -11,6 +11,7 @@ from attrs import define, evolve, field
 
 from deepinfer_core.cli import options
 from deepinfer_core.cli.generate import Number, Whole, timing
+from deepinfer_core.cli.interrupts import StopKey
 from deepinfer_core.errors import CapacityError, DeepinferError, RequestError
 
 if TYPE_CHECKING:
@@ -134,12 +135,13 @@ class Conversation:
         said: list[str] = []
         self.context = len(ids)
         try:
-            with closing(self.llm.stream(ids, params)) as pieces:
+            with StopKey() as stop, closing(self.llm.stream(ids, params)) as pieces:
                 for piece in pieces:
                     said.append(piece.text)
                     self.last = piece.metrics, piece.finish_reason or "stopped"
                     self.context = len(ids) + len(piece.metrics.token_times)
                     say(piece.text)
+                    stop.check()
         finally:
             self.messages.append({"role": "assistant", "content": "".join(said)})
         return forgotten

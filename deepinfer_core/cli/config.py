@@ -22,7 +22,9 @@ from deepinfer_core.cli.options import (
 from deepinfer_core.config import ResolvedConfig, load_config
 from deepinfer_core.config_parsing import toml_text
 
-app = typer.Typer(no_args_is_help=True, help="The config that is in force.")
+EXAMPLE = "Example: deepinfer config show --config deepinfer.toml"
+
+app = typer.Typer(no_args_is_help=True, help="The config that is in force.", epilog=EXAMPLE)
 
 
 @app.callback()
@@ -42,7 +44,10 @@ def config_show(
     backend: Backend = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the resolved config as TOML, each line with its origin: default, file or flag."""
+    """Print the resolved config as TOML, each line with its origin: default, file or flag.
+
+    Example: deepinfer config show --config deepinfer.toml --cache.page_size 32
+    """
     flags = overrides(
         sets=sets,
         max_model_len=max_model_len,

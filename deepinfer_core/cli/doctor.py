@@ -50,7 +50,10 @@ class NotReadyError(DeepinferError):
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Say what this machine has and what to install next; exit code 1 when no model can run."""
+    """Say what this machine has and what to install next; exit code 1 when no model can run.
+
+    Example: deepinfer doctor
+    """
     findings = list(examine())
     if json:
         print(json_text.dumps([asdict(f) for f in findings], indent=2))

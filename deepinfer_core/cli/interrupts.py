@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -65,6 +65,33 @@ class Remembered:
             signal.raise_signal(signal.SIGINT)
         else:
             self._hook(what)
+
+
+class StopKey:
+    """While it holds, the first Ctrl-C only asks to stop at the next `check`; a second one does not wait for that."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> StopKey:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where nothing is half done, if it was asked for."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
 
 
 def _ours_to_handle() -> bool:

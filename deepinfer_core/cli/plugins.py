@@ -15,7 +15,9 @@ from deepinfer_core.config import load_config
 from deepinfer_core.errors import PluginError
 from deepinfer_core.registry.discovery import Discovery, LoadedPlugin, discover
 
-app = typer.Typer(no_args_is_help=True, help="Installed plugins and the names that they register.")
+EXAMPLE = "Example: deepinfer plugins list"
+
+app = typer.Typer(no_args_is_help=True, help="Installed plugins and the names that they register.", epilog=EXAMPLE)
 
 
 @app.callback()
@@ -29,7 +31,10 @@ def plugins_list(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail when a plugin was held back.")] = False,
 ) -> None:
-    """List plugins with everything that they register; broken ones with their cause. Imports neither torch nor CuPy."""
+    """List plugins with everything that they register; broken ones with their cause. Imports neither torch nor CuPy.
+
+    Example: deepinfer plugins list --config deepinfer.toml
+    """
     settings = load_config(config).config.plugins
     found = discover(disable=settings.disable, quiet=True)
     if json:

@@ -21,6 +21,8 @@ def command(
 ) -> None:
     """Measure every kernel that fits this model's layers on this card and store the table.
 
+    Example: deepinfer tune models/m
+
     ``explain`` then shows the microseconds, and selection prefers what was measured to be fastest. Experimental
     kernels are measured too; they still run only when the config names or allows them.
     """
