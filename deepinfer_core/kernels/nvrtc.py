@@ -101,6 +101,15 @@ def compilations() -> int:
     return len(_compiled)
 
 
+@functools.cache
+def available() -> bool:
+    """Return whether CuPy and NVRTC are here, so that kernels can be compiled."""
+    try:
+        return nvrtc_version() > (0, 0)
+    except KernelError:
+        return False
+
+
 def compile_source(source: CudaSource, capability: Capability) -> Compiled:
     """Compile for one compute capability.
 
