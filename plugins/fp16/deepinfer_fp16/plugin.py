@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer_core.plugin_api import (
     DTYPES,
     AttentionBackendSpec,
+    CapabilityRange,
     LinearBackend,
     LinearKernelSpec,
     MRange,
@@ -144,7 +145,25 @@ def half_kernels() -> tuple[LinearKernelSpec, ...]:
 
 def attention_backends() -> list[AttentionBackendSpec]:
     """Return the attention backends."""
-    return [sdpa()]
+    return [sdpa(), paged()]
+
+
+def paged() -> AttentionBackendSpec:
+    """Return the native kernels over pages; by name only until they have been run on a card."""
+    return AttentionBackendSpec(
+        name="paged",
+        devices=("cuda",),
+        factory="deepinfer_fp16.paged:PagedAttention",
+        capability=CapabilityRange(lo=(8, 0)),
+        act_dtypes=("float16", "bfloat16"),
+        kv_dtypes=("float16", "bfloat16", "int8"),
+        page_sizes=tuple(range(16, 257, 16)),
+        head_dims=(64, 96, 128),
+        features=("mixed_batch", "sliding_window"),
+        graph_safe=True,
+        priority=20,
+        stability="experimental",
+    )
 
 
 def sdpa() -> AttentionBackendSpec:
