@@ -25,10 +25,25 @@ class DecoderLayer:
     def __call__(
         self,
         x: torch.Tensor,
+        delta: torch.Tensor | None,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         kv: Mapping[str, torch.Tensor],
         meta: Any,
-    ) -> torch.Tensor:
-        """Return the residual stream ``[tokens, hidden]`` after this layer; arguments as `Attention`'s."""
-        x = self.attention(self.attention_norm(x), x, cos_sin, kv, meta)
-        return self.mlp(self.mlp_norm(x), x)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the residual stream ``[tokens, hidden]`` after this layer, and what is still to be added to it.
+
+        On a card each addition is left to the norm that comes next, which does both in one launch; the last one is the
+        caller's. On a CPU the projections add to the (wider) stream themselves and nothing is left.
+
+        Args:
+            x: The residual stream; may be changed in place on a card.
+            delta: What the layer before left to be added, or None.
+            cos_sin: As `Attention`'s, like the others.
+            kv: The layer's cache tensors.
+            meta: What the backend planned for this step.
+        """
+        if x.device.type == "cpu":
+            x = self.attention(self.attention_norm.after_add(x, delta), x, cos_sin, kv, meta)
+            return self.mlp(self.mlp_norm(x), x), None
+        delta = self.attention(self.attention_norm.after_add(x, delta), None, cos_sin, kv, meta)
+        return x, self.mlp(self.mlp_norm.after_add(x, delta))

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that torch's own documentation uses)
 
+from deepinfer_core.kernels.nvrtc import available
+from deepinfer_core.kernels.silu_mul import silu_mul
 from deepinfer_core.layers.linear import Linear
 
 
 class GatedMLP:
-    """``residual + down(silu(gate(x)) * up(x))``."""
+    """``down(silu(gate(x)) * up(x))``, and a residual where one is given."""
 
     def __init__(self, gate_up: Sequence[Linear], down: Linear, *, width: int) -> None:
         """Hold the parts.
@@ -25,11 +27,13 @@ class GatedMLP:
         self._down = down
         self._width = width
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return ``[tokens, hidden]`` for normed hidden states and the residual, both ``[tokens, hidden]``."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``[tokens, hidden]`` for normed hidden states and a residual to add, both ``[tokens, hidden]``."""
         if len(self._gate_up) == 1:
             both = self._gate_up[0](x)
             gate, up = both[:, : self._width], both[:, self._width :]
         else:
             gate, up = (linear(x) for linear in self._gate_up)
+        if gate.is_cuda and gate.dtype in (torch.float16, torch.bfloat16) and available():
+            return self._down(silu_mul(gate, up), residual)
         return self._down(F.silu(gate).mul_(up), residual)

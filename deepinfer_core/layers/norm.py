@@ -7,6 +7,10 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that torch's own documentation uses)
 
+from deepinfer_core.kernels.fused_norm import rms_norm
+from deepinfer_core.kernels.nvrtc import available
+from deepinfer_core.plugin_api import HeadNorm
+
 
 class RMSNorm:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
@@ -33,11 +37,31 @@ class RMSNorm:
             self._weight = weight.to(device=device, dtype=torch.float32) * math.sqrt(self._width)
         else:
             self._weight = weight.to(device=device, dtype=dtype)
+        self._one_launch = (
+            not self._on_cpu and weight.dim() == 1 and dtype in (torch.float16, torch.bfloat16) and available()
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight."""
         return self._weight.nbytes
+
+    @property
+    def per_head(self) -> HeadNorm:
+        """What a backend needs that norms queries and keys itself; on a card only."""
+        assert not self._on_cpu, "the weight on a CPU carries a factor"
+        return HeadNorm(weight=self._weight, eps=self._eps)
+
+    def after_add(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Add ``delta`` to x in place and return the norm of the sum; one launch on a card.
+
+        Args:
+            x: ``[rows, width]``, the residual stream.
+            delta: The same shape and dtype, or None.
+        """
+        if delta is not None and not (self._one_launch and x.dtype == self._dtype):
+            return self(x.add_(delta))
+        return self(x) if delta is None else rms_norm(x, self._weight, self._eps, delta)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of ``[..., width]`` in the same dtype; rows may be strided."""
@@ -46,6 +70,8 @@ class RMSNorm:
             # overflow float16, the product in float32 and rounded once.
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             return torch.div(x, torch.hypot(length, self._floor)).mul_(self._weight).to(self._dtype)
+        if self._one_launch and x.dim() == 2:
+            return rms_norm(x, self._weight, self._eps)
         if self._weight.dim() == 1:
             return F.rms_norm(x, (self._width,), self._weight, self._eps)
         return F.rms_norm(x, (self._width,), None, self._eps).mul_(self._weight)

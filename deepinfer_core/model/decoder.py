@@ -128,11 +128,13 @@ class Decoder:
             # 16-bit activations, but a float32 residual stream and float32 logits: for SmolLM2 in W4 the likeliest
             # token is that of a float32 run at 98.8 % of 1,536 positions; with both in BF16 at 96.8 % (2026-11-30).
             x = x.float()
+        delta = None
         for layer, cache in zip(self.layers, kv, strict=True):
-            x = layer(x, cos_sin, cache, meta)
+            x, delta = layer(x, delta, cos_sin, cache, meta)
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
-        return self.head(self.norm(x), float32_out=True).float()
+            delta = None if delta is None else delta.index_select(0, logit_rows)
+        return self.head(self.norm.after_add(x, delta), float32_out=True).float()
 
     def warm_up(self, ms: Iterable[int], query_lens: Sequence[int] = (1,)) -> None:
         """Let kernels compile what steps of these token counts and query lengths will need.
