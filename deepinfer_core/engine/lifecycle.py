@@ -178,6 +178,11 @@ class Lifecycle:
         request.healthy, request.out_of_memory = True, 0
         self._kv.remember(request.seq, request.tokens)
         siblings, request.siblings = request.siblings, []
+        if not request.max_tokens:  # the prompt was all that was asked for: what was drawn behind it is not taken
+            for choice in (request, *siblings):
+                choice.handle.emit(TokenOutput(index=choice.index, token=None, finish_reason="length"))
+                self.finish(choice, "length")
+            return
         for sibling, draw in zip(siblings, draws[1:], strict=True):
             if not self._take(sibling, draw):
                 self._start(sibling, request)
