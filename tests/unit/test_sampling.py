@@ -39,7 +39,7 @@ from deepinfer_core.sampling import SamplingParams
         ("stop_token_ids", ["a"]),
         ("ignore_eos", 1),
         ("min_tokens", -1),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", True),
         ("logprobs", 21),
         ("prompt_logprobs", -1),
