@@ -76,7 +76,7 @@ class CacheConfig:
     Attributes:
         max_model_len: Longest context of one request in tokens; None: the model's own.
         memory: Bytes of the KV cache; None: what is free, less ``reserve``.
-        reserve: Bytes to leave free on the card; no effect on a CPU.
+        reserve: Bytes to leave free on the card; on a CPU, of the memory of the machine.
         page_size: Tokens of one page.
         prefix_cache: Keep full pages of finished requests for prompts that begin alike.
     """
