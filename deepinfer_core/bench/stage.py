@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ class Stage:
             self._choose(name)
         self.llm = LLM(config=resolved, catalog=catalog)
         self.running = self.llm.running
+        self.attach: Callable[[Engine], None] = lambda engine: None  # what every engine is shown to: a trace
 
     def bench(self, policy: str, *, chunk_tokens: int | None = None, requests: int) -> Bench:
         """Return a new engine under a policy.
@@ -132,6 +133,7 @@ class Stage:
             end_ids=running.tokenizer.eos_ids,
             row_tile=1 if running.config.batch_invariant else None,
         )
+        self.attach(engine)
         return Bench(engine=engine, policy=chosen.name, options=options, chunk_tokens=chunk, counter=counter)
 
     def begin(self) -> None:

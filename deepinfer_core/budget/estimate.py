@@ -26,7 +26,8 @@ DENSE = "fp16"
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 SAMPLING_BYTES = 44
-"""Scratch for each logit of a row that is sampled with top-k or top-p: the row sorted, its weights summed in double."""
+"""Scratch for each logit of a row that is sampled with top-k or top-p: the row sorted, its weights summed in double.
+Counted from the tensors of `engine.sampler`, not measured."""
 
 
 @frozen(kw_only=True)

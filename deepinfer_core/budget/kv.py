@@ -14,7 +14,7 @@ CUDA_RESERVE_BYTES = 384 << 20
 """Card memory left to others (display, driver) where the config gives neither memory nor reserve."""
 
 CUDA_CONTEXT_BYTES = 512 << 20
-"""What CUDA, torch and the kernels' modules take of a card before anything is loaded."""
+"""What CUDA, torch and kernel modules take of a card before anything is loaded: an estimate, not a measurement."""
 
 
 @frozen(kw_only=True)

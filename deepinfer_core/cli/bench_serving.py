@@ -62,6 +62,7 @@ def serving(
     sets: options.SetKeys = None,
     output: Output = None,
     plot: Plot = None,
+    trace: options.Trace = None,
 ) -> None:
     """Measure tokens/s, TTFT, TPOT, ITL and jitter of clients that send one request after another."""
     from deepinfer_core.bench import serving as bench
@@ -85,7 +86,9 @@ def serving(
         no_prefix_cache=no_prefix_cache,
         no_prefill_decode_overlap=no_prefill_decode_overlap,
     )
-    _keep(bench.run(stage, spec), bench.panels, output, plot)
+    with options.tracing(trace) as stage.attach:
+        result = bench.run(stage, spec)
+    _keep(result, bench.panels, output, plot)
 
 
 def jitter(

@@ -120,6 +120,18 @@ def test_a_trace_of_generate_is_valid_and_has_the_works(tiny_chat_model: Path, t
     assert "policy mixed" in process
 
 
+def test_a_trace_of_a_bench_has_a_process_for_each_case(tiny_chat_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    sizes = ["--concurrency", "1,2", "--prompt-tokens", "8", "--max-new-tokens", "4", "--iterations", "1"]
+    flags = ["--policy", "serial,mixed", "--device", "cpu", "--trace", str(path)]
+    assert main(["bench", "serving", str(tiny_chat_model), *sizes, *flags]) == 0
+    events = json.loads(path.read_text())
+    names = [e["args"]["name"].rpartition(" ")[2] for e in events if e["name"] == "process_name"]
+    assert names == ["serial", "mixed"] * 2
+    worked = {e["pid"] for e in events if e["name"] == "decode"}
+    assert worked == {1, 2, 3, 4}
+
+
 def test_a_trace_that_cannot_be_written_is_said_before_the_model_is_loaded(
     tiny_chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
