@@ -39,11 +39,13 @@ class KernelBench:
     Attributes:
         problem: What is measured.
         weight: float32 ``[N, K]``: the values that the codes stand for.
+        replays: Measured replays of each graph.
         floor_bytes: Bytes of packed codes, scales and zeros: what must be read once a call.
     """
 
-    def __init__(self, catalog: Catalog, problem: LinearProblem, *, seed: int = 0) -> None:
+    def __init__(self, catalog: Catalog, problem: LinearProblem, *, seed: int = 0, replays: int = 7) -> None:
         self.problem = problem
+        self.replays = replays
         self._catalog = catalog
         generator = torch.Generator("cuda").manual_seed(seed)
         scheme = make_scheme(catalog, problem.scheme)
@@ -83,7 +85,7 @@ class KernelBench:
             calls = [call(weights) for weights in copies]
             calls[0]()
             error = relative_error(out, expected)
-            timing = time_calls(calls)
+            timing = time_calls(calls, replays=self.replays)
             # Once more after thousands of replays: a workspace left dirty shows here and not in the first call.
             out.fill_(POISON)
             calls[-1]()
@@ -127,6 +129,6 @@ def peer_calls(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
     return lambda: call(x)
 
 
-def time_peer(calls: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> Timing:
+def time_peer(calls: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, replays: int) -> Timing:
     """Time a peer the same way as our own kernels."""
-    return time_calls([peer_calls(call, x) for call in calls])
+    return time_calls([peer_calls(call, x) for call in calls], replays=replays)

@@ -12,6 +12,7 @@ from attrs import frozen
 from deepinfer_core.bench.kernel_bench import KernelBench, relative_error, time_peer
 from deepinfer_core.bench.meta import collect
 from deepinfer_core.bench.peers import PEERS, Peer
+from deepinfer_core.bench.results import BenchError
 from deepinfer_core.errors import KernelError
 from deepinfer_core.kernels.timing import copies_for, read_bandwidth_gbs
 from deepinfer_core.plugin_api import LinearKernelSpec, LinearProblem
@@ -20,7 +21,20 @@ from deepinfer_core.registry.dispatch import fallback_spec
 from deepinfer_core.registry.select import LinearChoice, select_linear
 
 MAX_REL_ERR = 2e-3
-"""Largest relative error against float32 with FP16 out; a row beyond it is marked wrong, and `require_right` fails."""
+"""Largest relative error against float32 with FP16 out."""
+
+MAX_REL_ERRS = {"float16": MAX_REL_ERR, "bfloat16": 1e-2}
+"""The same by the dtype of the result; a row beyond it is wrong, and `require_right` fails."""
+
+FULL_MS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 30, 32, 33, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
+FULL_SHAPES = (
+    *((2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008)),  # Qwen2.5-3B: qkv, o, gate and up, down
+    *((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),  # Qwen2.5-7B
+    *((5632, 2048), (2048, 5632)),
+)
+"""The grid that `bench.bounds` judges: every row count at which a kernel changes, and the layers of two models."""
+
+ROW_KEY = ("scheme", "m", "n", "k", "group_size", "zeros", "act_dtype", "kernel")
 
 
 @frozen(kw_only=True)
@@ -37,6 +51,7 @@ class LinearBenchSpec:
         choice_for: Scheme -> backend, pins and experimental flag as in a config.
         kernels: Measure these kernels instead of the selected one; empty for the selected one.
         peers: Measure cuBLAS, tinygemm, humming and the fallback too.
+        replays: Measured replays of each graph.
     """
 
     schemes: tuple[str, ...]
@@ -48,6 +63,7 @@ class LinearBenchSpec:
     choice_for: Callable[[str], LinearChoice] = lambda _: LinearChoice()
     kernels: tuple[str, ...] = ()
     peers: bool = True
+    replays: int = 7
 
 
 def run(catalog: Catalog, spec: LinearBenchSpec, report: Callable[[str], object] = print) -> dict[str, Any]:
@@ -86,36 +102,55 @@ def require_right(result: Mapping[str, Any]) -> None:
     Raises:
         KernelError: Naming the first row that is wrong.
     """
-    wrong = [row for row in result["rows"] if not row["correct"]]
+    wrong = [row for row in result["rows"] if not is_right(row)]
     if wrong:
         raise KernelError(
             f"{len(wrong)} of {len(result['rows'])} rows are wrong, the first: {wrong[0]['kernel']} at "
             f"{wrong[0]['m']} x {wrong[0]['n']} x {wrong[0]['k']} with a relative error of {wrong[0]['rel_err']:.1e}; "
-            f"at most {MAX_REL_ERR:.0e} is right"
+            f"at most {MAX_REL_ERRS[wrong[0]['act_dtype']]:.0e} is right"
         )
+
+
+def is_right(row: Mapping[str, Any]) -> bool:
+    """Return whether a row's kernel computed the product; a result with NaN has an infinite error."""
+    return bool(row["rel_err"] < MAX_REL_ERRS[row["act_dtype"]])
+
+
+def merged(earlier: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Add an earlier file's rows to a result; a cell measured again is the new one, and both runs' metas are kept.
+
+    Raises:
+        BenchError: The two were measured on different devices.
+    """
+    before, now = earlier["meta"], result["meta"]
+    if before["device"] != now["device"]:
+        raise BenchError(f"the file to merge into is of {before['device']}, this run is of {now['device']}")
+    rows = {tuple(row[name] for name in ROW_KEY): row for row in (*earlier["rows"], *result["rows"])}
+    short = {name: before.get(name) for name in ("date", "commit", "command", "read_gbs")}
+    return {"meta": {**now, "earlier": [*before.get("earlier", []), short]}, "rows": list(rows.values())}
 
 
 def _problem_rows(
     catalog: Catalog, problem: LinearProblem, spec: LinearBenchSpec, read_gbs: float
 ) -> Iterable[dict[str, Any]]:
-    bench = KernelBench(catalog, problem)
+    bench = KernelBench(catalog, problem, replays=spec.replays)
     selection = select_linear(catalog, problem, spec.choice_for(problem.scheme))
     chosen = {m: selection.table.kernel_for(m).kernel for m in spec.ms}
     plan: dict[str, tuple[Registered[LinearKernelSpec], list[int]]] = {}
     for m in spec.ms:
-        names = spec.kernels or (chosen[m].spec.name,)
-        for name in names:
+        for name in spec.kernels or (chosen[m].spec.name,):
             kernel = chosen[m] if name == chosen[m].spec.name else catalog.kernel(name)
             if m in kernel.spec.m and kernel.spec.scheme == problem.scheme:
                 plan.setdefault(name, (kernel, []))[1].append(m)
-    columns: dict[int, dict[str, float | None]] = {m: {} for m in spec.ms}
+    names = ("us_fp16", "us_fallback", "us_tinygemm", "us_humming")
+    columns: dict[int, dict[str, float | None]] = {m: dict.fromkeys(names) for m in spec.ms}
     if spec.peers:
         fallback = _fallback(catalog, problem)
         with bench.loaded(fallback) as measure:
             for m in spec.ms:
                 columns[m]["us_fallback"] = measure(m).timing.us
         for peer in PEERS:
-            for m, us in _peer_times(peer, bench, spec.ms).items():
+            for m, us in _peer_times(peer, bench, spec.ms, spec.replays).items():
                 columns[m][f"us_{peer.name}"] = us
     for kernel, ms in plan.values():
         with bench.loaded(kernel) as measure:
@@ -135,9 +170,8 @@ def _problem_rows(
                     "us": round(measured.timing.us, 3),
                     "us_floor": round(moved / read_gbs / 1e3, 3),
                     "rel_err": measured.rel_err,
-                    "correct": measured.rel_err < MAX_REL_ERR,
-                    "spread": round(measured.timing.spread, 4),
                     **{name: None if us is None else round(us, 3) for name, us in columns[m].items()},
+                    "spread": round(measured.timing.spread, 4),
                 }
 
 
@@ -148,20 +182,20 @@ def _fallback(catalog: Catalog, problem: LinearProblem) -> Registered[LinearKern
     return Registered.by_core(fallback_spec(rows.spec, problem))
 
 
-def _peer_times(peer: Peer, bench: KernelBench, ms: Sequence[int]) -> dict[int, float | None]:
+def _peer_times(peer: Peer, bench: KernelBench, ms: Sequence[int], replays: int) -> dict[int, float | None]:
     problem = bench.problem
     if peer.reason_against(problem) is not None:
         return dict.fromkeys(ms)
     nbytes = bench.floor_bytes if peer.name != "fp16" else 2 * problem.n * problem.k
     times: dict[int, float | None] = {}
     try:
-        call, tolerance = peer.prepare(problem, bench.weight)
-        copies = [call] + [peer.prepare(problem, bench.weight)[0] for _ in range(copies_for(nbytes) - 1)]
+        prepared = peer.prepare(problem, bench.weight)
+        copies = [prepared.call] + [prepared.copy() for _ in range(copies_for(nbytes) - 1)]
         for m in ms:
             x, expected = bench.inputs(m)
             x = x.to(getattr(peer, "act_dtype", x.dtype))
             error = relative_error(copies[0](x), expected)
-            times[m] = time_peer(copies, x).us if error < tolerance else None
+            times[m] = time_peer(copies, x, replays).us if error < prepared.tolerance else None
     except Exception as error:
         # Somebody else's kernel may refuse a shape or fail to compile on this card; ours are still worth measuring.
         print(f"  peer {peer.name} failed on {problem.n} x {problem.k}: {' '.join(str(error).split())[:200]}")
@@ -174,7 +208,7 @@ def _peer_times(peer: Peer, bench: KernelBench, ms: Sequence[int]) -> dict[int, 
 def _line(row: dict[str, Any]) -> str:
     peers = "  ".join(f"{k[3:]} {v:.1f}" for k, v in row.items() if k.startswith("us_") and v and k != "us_floor")
     share = row["us_floor"] / row["us"]
-    wrong = "" if row["correct"] else "  WRONG"
+    wrong = "" if is_right(row) else "  WRONG"
     return (
         f"{row['scheme']} {row['m']:>4} x {row['n']} x {row['k']}  {row['kernel']:<28} {row['us']:8.2f} us "
         f"({share:.0%} of reads, +-{row['spread']:.1%}, err {row['rel_err']:.1e}){wrong}  {peers}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -13,6 +14,22 @@ if TYPE_CHECKING:
     from deepinfer_core.plugin_api import LinearProblem
 
 Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+@frozen(kw_only=True)
+class Prepared:
+    """A peer with a weight loaded.
+
+    Attributes:
+        call: Computes the product.
+        copy: Returns the same over a copy of the weight, so that rotating copies are never found in a cache.
+        tolerance: Its own largest acceptable relative error: a peer that quantizes again by its own rule computes a
+            slightly different matrix; its time is what is compared.
+    """
+
+    call: Call
+    copy: Callable[[], Call]
+    tolerance: float
 
 
 class Peer(Protocol):
@@ -27,16 +44,12 @@ class Peer(Protocol):
         """Return why it cannot serve the problem here, or None."""
         ...
 
-    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> tuple[Call, float]:
+    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> Prepared:
         """Load a weight.
 
         Args:
             problem: The layer.
             weight: float32 ``[N, K]`` whose values lie on the scheme's grid.
-
-        Returns:
-            The call, and its own largest acceptable relative error: a peer that quantizes again by its own rule
-            computes a slightly different matrix; its time is what is compared.
         """
         ...
 
@@ -51,10 +64,10 @@ class CublasDense:
         """Serve everything."""
         return None
 
-    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> tuple[Call, float]:
+    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> Prepared:
         """Round the weight to the act dtype."""
         dense = weight.to(getattr(torch, problem.act_dtype))
-        return lambda x: torch.nn.functional.linear(x, dense), 5e-3
+        return Prepared(call=_dense_call(dense), copy=lambda: _dense_call(dense.clone()), tolerance=5e-3)
 
 
 @frozen
@@ -73,7 +86,7 @@ class Tinygemm:
             return "wants N % 8 == 0 and K % 128 == 0"
         return None
 
-    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> tuple[Call, float]:
+    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> Prepared:
         """Quantize onto its grid (unsigned codes about 8, BF16 scales) and pack."""
         n, k, g = problem.n, problem.k, problem.group_size
         grouped = weight.view(n, k // g, g)
@@ -81,7 +94,11 @@ class Tinygemm:
         codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7).add(8).to(torch.uint8).view(n, k)
         packed = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
         scales_zeros = torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
-        return lambda x: torch._weight_int4pack_mm(x, packed, g, scales_zeros), 0.2
+        return Prepared(
+            call=_tinygemm_call(packed, g, scales_zeros),
+            copy=lambda: _tinygemm_call(packed.clone(), g, scales_zeros.clone()),
+            tolerance=0.2,
+        )
 
     @property
     def act_dtype(self) -> torch.dtype:
@@ -103,7 +120,7 @@ class Humming:
             return "4 and 3 bits are compared"
         return None
 
-    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> tuple[Call, float]:
+    def prepare(self, problem: LinearProblem, weight: torch.Tensor) -> Prepared:
         """Let it quantize the weight by its own rule."""
         from humming.layer import HummingLayer  # type: ignore[import-not-found, unused-ignore]
 
@@ -117,7 +134,15 @@ class Humming:
         ).cuda()
         layer.load_from_unquantized(weight.to(dtype))
         layer.transform()
-        return lambda x: layer(x), 0.5
+        return Prepared(call=layer, copy=lambda: copy.deepcopy(layer), tolerance=0.5)
+
+
+def _dense_call(weight: torch.Tensor) -> Call:
+    return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def _tinygemm_call(packed: torch.Tensor, group: int, scales_zeros: torch.Tensor) -> Call:
+    return lambda x: torch._weight_int4pack_mm(x, packed, group, scales_zeros)
 
 
 PEERS: tuple[Peer, ...] = (CublasDense(), Tinygemm(), Humming())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +38,15 @@ def linear(
         list[str] | None, typer.Option("--kernel", help="Measure this kernel, not the selected one; repeatable.")
     ] = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure other people's kernels too.")] = True,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="All row counts and shapes that `bench.bounds` judges, instead of --m, --shapes."),
+    ] = False,
+    replays: Annotated[int, typer.Option("--replays", min=1, help="Measured replays of each graph.")] = 7,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Keep the rows of --output that this run does not measure.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the result (.png, .svg, .pdf).")] = None,
     config: ConfigFile = None,
     backend: Backend = None,
     sets: SetKeys = None,
@@ -44,27 +55,38 @@ def linear(
     """Time our kernels, the fallback, cuBLAS, tinygemm and humming side by side on this card."""
     from deepinfer_core.assemble import catalog_for
     from deepinfer_core.bench import linear as bench
+    from deepinfer_core.bench.linear_plot import draw
+    from deepinfer_core.bench.plot import require
     from deepinfer_core.bench.results import write_result
     from deepinfer_core.config import load_config
     from deepinfer_core.registry.select import LinearChoice
 
+    if merge and output is None:
+        raise ConfigError("--merge keeps rows of a file: name it with --output")
+    if plot is not None:
+        require(plot)
     settings = load_config(config, overrides(sets=sets, backend=backend)).config
     schemes = tuple(s for s in scheme.split(",") if s)
     if not schemes:
         raise ConfigError(f"--scheme {scheme!r} names none; write it like w4a16,w3a16")
     spec = bench.LinearBenchSpec(
         schemes=schemes,
-        shapes=tuple(parse_shape("--shapes", s) for s in shapes.split(",") if s),
-        ms=parse_counts("--m", ms),
+        shapes=bench.FULL_SHAPES if full else tuple(parse_shape("--shapes", s) for s in shapes.split(",") if s),
+        ms=bench.FULL_MS if full else parse_counts("--m", ms),
         group_size=group_size,
         zeros=zeros,
         act_dtype=dtype,
         choice_for=lambda name: LinearChoice.from_settings(settings.linear_for(name)),
         kernels=tuple(kernel or ()),
         peers=peers,
+        replays=replays,
     )
     result = bench.run(catalog_for(settings), spec)
     bench.require_right(result)
+    if merge and output is not None and output.exists():
+        result = bench.merged(json.loads(output.read_text(encoding="utf-8")), result)
+    if plot is not None:
+        draw(plot, result)
     if output is not None:
         write_result(output, result)
         print(f"written to {output}")
