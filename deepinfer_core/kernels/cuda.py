@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,10 @@ GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 SHARED_DEFAULT = 48 * 1024
 """Dynamic shared memory of a block, in bytes, above which a kernel must ask for more."""
 
-_lock = threading.Lock()
+raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+)
+"""The handle of a device's current stream alone: `torch.cuda.current_stream` builds an object on every call."""
 
 
 class CudaKernel:
@@ -40,6 +43,7 @@ class CudaKernel:
         self.entry = entry
         self.shared_bytes = shared_bytes
         self._loaded: dict[int, Any] = {}
+        self._lock = threading.Lock()  # of its own: threads may compile different kernels at once
 
     @classmethod
     def from_file(
@@ -64,7 +68,7 @@ class CudaKernel:
         index = torch.cuda.current_device() if device is None else device
         function = self._loaded.get(index)
         if function is None:
-            with _lock:
+            with self._lock:
                 function = self._loaded.get(index)
                 if function is None:
                     function = self._loaded[index] = _load(self.source, self.entry, self.shared_bytes, index)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from deepinfer_core.kernels.accumulation import keep_float32_sums
-from deepinfer_core.kernels.cuda import CudaKernel, require_dense_columns
-from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Plan, Shape, best_plan, stream_plan, tile_plan
+from deepinfer_core.kernels.cuda import CudaKernel, raw_stream, require_dense_columns
+from deepinfer_core.kernels.mma_plan import (
+    SHARED_LIMIT,
+    TICKET_BYTES,
+    Plan,
+    Shape,
+    best_plan,
+    cluster_plan,
+    stream_plan,
+    tile_plan,
+)
 from deepinfer_core.kernels.struct_launch import StructLaunch, dependent_launch_available
 
 if TYPE_CHECKING:
@@ -27,12 +37,8 @@ _POINTERS = tuple(
     (name, ctypes.c_void_p) for name in ("codes", "groups", "x", "y", "bias", "residual", "part", "ticket")
 )
 _INTS = ("m", "n", "k", "ldx", "tiles16", "units")
-
-
-# The stream's handle alone: `torch.cuda.current_stream` builds an object on every call.
-_raw_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda device: int(torch.cuda.current_stream(device).cuda_stream)
-)
+_PER_CALL = struct.Struct("8Q4i")
+"""What changes from call to call, at the head of both structs: the pointers, m, n, k and ldx, written by one call."""
 
 
 class _StreamArgs(ctypes.Structure):
@@ -73,7 +79,7 @@ class MmaLinear:
         problem: The layer.
         bits: Bits of a code.
         csrc: Folder of ``mma_stream.cu`` and ``mma_tile.cu``.
-        planner: `best_plan`, `stream_plan` or `tile_plan`.
+        planner: `best_plan`, or one of the plans that it picks from, or `cluster_plan`.
     """
 
     def __init__(
@@ -109,24 +115,34 @@ class MmaLinear:
         workspace: torch.Tensor | None = None,
     ) -> None:
         """Write ``out = x @ W.T (+ bias) (+ residual)``; see `LinearKernel`."""
-        require_dense_columns(f"{self.problem.scheme} tensor-core kernel", x)
-        device = x.device.index
-        stream = _raw_stream(device)
-        for m0 in range(0, x.shape[0], ROWS_A_LAUNCH):
-            rows = min(x.shape[0] - m0, ROWS_A_LAUNCH)
-            launch = self._launch_for(rows, device)
-            args: Any = launch.args
-            args.codes = weights["codes"].data_ptr()
-            args.groups = weights["groups"].data_ptr()
-            args.x = x.data_ptr() + m0 * x.stride(0) * 2
-            args.y = out.data_ptr() + m0 * self.problem.n * 2
-            args.bias = None if bias is None else bias.data_ptr()
-            args.residual = None if residual is None else residual.data_ptr() + m0 * self.problem.n * 2
-            args.ldx = x.stride(0)
-            if workspace is not None:
-                args.ticket = workspace.data_ptr()
-                args.part = workspace.data_ptr() + TICKET_BYTES
-            launch(stream)
+        row_stride, column_stride = x.stride()
+        if column_stride != 1:
+            require_dense_columns(f"{self.problem.scheme} tensor-core kernel", x)
+        device = x.get_device()
+        stream = raw_stream(device)
+        m, n = x.shape[0], self.problem.n
+        for m0 in range(0, m, ROWS_A_LAUNCH):
+            rows = min(m - m0, ROWS_A_LAUNCH)
+            launch = self._launches.get((rows, device)) or self._launch_for(rows, device)
+            scratch = 0 if workspace is None else workspace.data_ptr()
+            with launch.lock:
+                _PER_CALL.pack_into(
+                    launch.args,
+                    0,
+                    weights["codes"].data_ptr(),
+                    weights["groups"].data_ptr(),
+                    x.data_ptr() + m0 * row_stride * 2,
+                    out.data_ptr() + m0 * n * 2,
+                    0 if bias is None else bias.data_ptr(),
+                    0 if residual is None else residual.data_ptr() + m0 * n * 2,
+                    scratch + TICKET_BYTES,
+                    scratch,
+                    rows,
+                    n,
+                    self.problem.k,
+                    row_stride,
+                )
+                launch(stream)
 
     def _launch_for(self, m: int, device: int) -> StructLaunch:
         found = self._launches.get((m, device))
@@ -143,13 +159,18 @@ class MmaLinear:
             )
         function = kernel.load(device)
         args = _StreamArgs() if plan.kind == "mma_stream" else _TileArgs()
-        args.m, args.n, args.k = m, self.problem.n, self.problem.k
         args.tiles16, args.units = self.shape.tiles, self.shape.units
         args.cut0, args.cut1 = plan.cut
         if isinstance(args, _StreamArgs):
             args.early = int(self._dependent)
         launch = StructLaunch(
-            int(function.ptr), plan.grid, plan.threads, plan.shared_bytes, args, dependent=self._dependent
+            int(function.ptr),
+            plan.grid,
+            plan.threads,
+            plan.shared_bytes,
+            args,
+            dependent=self._dependent,
+            cluster=plan.cluster,
         )
         self._launches[m, device] = launch
         return launch
@@ -229,6 +250,7 @@ __all__ = [
     "MmaDecodeMatmul",
     "MmaLinear",
     "best_plan",
+    "cluster_plan",
     "decode_rows",
     "plan_bytes",
     "shape_of",

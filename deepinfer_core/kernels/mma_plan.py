@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from deepinfer_core.kernels.mma16 import FEATURES, UNIT, record_rows
 
@@ -22,6 +22,13 @@ _SPLIT_COST = 48
 """Records a block could stream in the 1.5 us that a sum over slices takes (3584 x 18944, M = 1, H200)."""
 
 
+_CLUSTER_COST = 24
+"""The same for a sum through a cluster's shared memory: assumed, half of a sum through global memory."""
+
+CLUSTERS = (2, 4)
+"""Sizes of clusters: of 132 multiprocessors in groups of 16 and 18, clusters of these sizes leave few idle."""
+
+
 @frozen(kw_only=True)
 class Shape:
     """What a plan needs to know of a layer and a card.
@@ -35,6 +42,7 @@ class Shape:
         bf16: Activations are BF16.
         sms: Multiprocessors of the card.
         shared_limit: Dynamic shared memory that a block may have.
+        clusters: Sums may meet in the shared memory of a cluster (9.0).
     """
 
     bits: int
@@ -45,6 +53,7 @@ class Shape:
     bf16: bool
     sms: int
     shared_limit: int
+    clusters: bool = False
 
     @property
     def tiles(self) -> int:
@@ -80,6 +89,7 @@ class Plan:
         partial_bytes: Workspace for FP32 sums, behind the tickets.
         cut: What the kernel's arguments say about the cut: (tiles a block, records a slice) or (steps a feature
             tile, steps a block).
+        cluster: Blocks of a cluster along y; 1 for none.
     """
 
     kind: str
@@ -89,6 +99,87 @@ class Plan:
     shared_bytes: int
     partial_bytes: int
     cut: tuple[int, int]
+    cluster: int = 1
+
+
+@frozen(kw_only=True)
+class StreamCut:
+    """How the stream kernel's work is laid out.
+
+    Attributes:
+        row_tiles: Row tiles of 8 a block.
+        pair: Feature tiles of 16 a warp does at once, 1 or 2.
+        warps: Warps of a block.
+        depth: Records in a warp's ring.
+        slices: Slices of k.
+        cluster: The slices are the blocks of a cluster, whose sums meet in shared memory.
+        resident: Blocks an SM that registers are kept for.
+    """
+
+    row_tiles: int
+    pair: int
+    warps: int
+    depth: int
+    slices: int = 1
+    cluster: bool = False
+    resident: int = 1
+
+    def _tile_groups(self, shape: Shape) -> int:
+        return -(-shape.tiles // self.pair)
+
+    def per_block(self, shape: Shape) -> int:
+        """Groups of ``pair`` feature tiles that a block takes."""
+        return -(-self._tile_groups(shape) // max(1, shape.sms // self.slices))
+
+    def slice_units(self, shape: Shape) -> int:
+        """Records along k that a block takes."""
+        return -(-shape.units // self.slices)
+
+    def shared_bytes(self, shape: Shape, m: int) -> int:
+        """Dynamic shared memory of a block."""
+        record = shape.bits * 256 + shape.group_rows * 32
+        rows, units = min(m, 8 * self.row_tiles), self.slice_units(shape)
+        part = 16 * self.pair * (self.row_tiles * 8 + (0 if self.row_tiles % 2 else 8)) * 4
+        ring = max(self.depth * self.pair * record, part)
+        offsets = units * shape.group_rows * self.row_tiles * 8 * 4
+        sums = self.per_block(shape) * self.pair * FEATURES * self.row_tiles * 8 * 4 if self.cluster else 0
+        return self.warps * (ring + part) + offsets + sums + rows * (units * 256 + 64)
+
+    def cost(self, shape: Shape) -> int:
+        """Records that the busiest block streams, and what meeting costs, in records."""
+        own = self.per_block(shape) * self.slice_units(shape)
+        if self.slices == 1:
+            return own
+        return own + (_CLUSTER_COST if self.cluster else _SPLIT_COST + 4 * self.slices)
+
+    def plan(self, shape: Shape, m: int) -> Plan:
+        """Return the launch."""
+        per_block, chunks = self.per_block(shape), -(-m // (8 * self.row_tiles))
+        columns = -(-self._tile_groups(shape) // per_block)
+        tile_bytes = self.pair * FEATURES * self.row_tiles * 8 * 4
+        partial = 0 if self.cluster or self.slices == 1 else columns * self.slices * chunks * per_block * tile_bytes
+        assert columns * chunks * 4 <= TICKET_BYTES
+        cluster = self.slices if self.cluster else 1
+        defines = _defines(
+            shape,
+            NT=self.row_tiles,
+            FT=self.pair,
+            WARPS=self.warps,
+            DEPTH=self.depth,
+            MINB=self.resident,
+            EVICT=1,
+            CLUSTER=cluster,
+        )
+        return Plan(
+            kind="mma_stream",
+            defines=defines,
+            grid=(columns, self.slices, chunks),
+            threads=self.warps * 32,
+            shared_bytes=self.shared_bytes(shape, m),
+            partial_bytes=partial,
+            cut=(per_block, self.slice_units(shape)),
+            cluster=cluster,
+        )
 
 
 def stream_plan(shape: Shape, m: int) -> Plan:
@@ -102,39 +193,29 @@ def stream_plan(shape: Shape, m: int) -> Plan:
     heavy = row_tiles >= 3 and (shape.group_rows >= 4 or (shape.bf16 and shape.group_rows > 1))
     warps = 16 if shape.shared_limit >= 160 * 1024 and not heavy else 8
     depth = 5 if warps == 8 and row_tiles >= 3 else 3  # 4 and 6 are no faster at 16 warps, and cost 16 KB each
-    best: tuple[float, int, int, int, int] | None = None
-    tile_groups = -(-shape.tiles // pair)
+    best: StreamCut | None = None
     for slices in range(1, shape.units + 1):
-        slice_units = -(-shape.units // slices)
-        if -(-shape.units // slice_units) != slices:
+        cut = StreamCut(row_tiles=row_tiles, pair=pair, warps=warps, depth=depth, slices=slices)
+        if -(-shape.units // cut.slice_units(shape)) != slices:
             continue
-        shared = _stream_shared(shape, row_tiles, pair, warps, depth, slice_units, min(m, 8 * row_tiles))
-        if shared > shape.shared_limit - 1024:
-            continue
-        columns = max(1, shape.sms // slices)
-        per_block = -(-tile_groups // columns)
-        cost = per_block * slice_units + (0 if slices == 1 else _SPLIT_COST + 4 * slices)
-        if best is None or cost < best[0]:
-            best = (cost, slices, slice_units, per_block, shared)
+        clustered = evolve(cut, cluster=True)
+        for option in (cut, clustered) if shape.clusters and slices in CLUSTERS else (cut,):
+            fits = option.shared_bytes(shape, m) <= shape.shared_limit - 1024
+            if fits and (best is None or option.cost(shape) < best.cost(shape)):
+                best = option
         if slices > 32 and best is not None:
             break
     assert best is not None, "a slice of one record always fits"
-    _, slices, slice_units, per_block, shared = best
     # One block an SM where it is large: with two, a dependent launch's blocks double up on the first free SMs (22016 x
     # 2048, M = 1: 12.7 us, and 8.4 so).
-    blocks = 2 if warps == 8 and row_tiles <= 2 and shared <= 49 * 1024 else 1
-    columns, chunks = -(-tile_groups // per_block), -(-m // (8 * row_tiles))
-    partial = columns * slices * chunks * per_block * pair * FEATURES * row_tiles * 8 * 4 if slices > 1 else 0
-    assert columns * chunks * 4 <= TICKET_BYTES
-    return Plan(
-        kind="mma_stream",
-        defines=_defines(shape, NT=row_tiles, FT=pair, WARPS=warps, DEPTH=depth, MINB=blocks, EVICT=1),
-        grid=(columns, slices, chunks),
-        threads=warps * 32,
-        shared_bytes=shared,
-        partial_bytes=partial,
-        cut=(per_block, slice_units),
-    )
+    if warps == 8 and row_tiles <= 2 and best.shared_bytes(shape, m) <= 49 * 1024:
+        best = evolve(best, resident=2)
+    return best.plan(shape, m)
+
+
+def cluster_plan(shape: Shape, m: int) -> Plan:
+    """Plan the stream kernel where slices of k may also be a cluster's blocks; 9.0 only, by name until measured."""
+    return stream_plan(evolve(shape, clusters=True), m)
 
 
 def best_plan(shape: Shape, m: int) -> Plan:
@@ -192,14 +273,6 @@ def tile_plan(shape: Shape, m: int) -> Plan:
         partial_bytes=chunks * count * 2 * tiles * row_tiles * sum_warps * 32 * 16,
         cut=(steps, share),
     )
-
-
-def _stream_shared(shape: Shape, row_tiles: int, pair: int, warps: int, depth: int, slice_units: int, rows: int) -> int:
-    record = shape.bits * 256 + shape.group_rows * 32
-    part = 16 * pair * (row_tiles * 8 + (0 if row_tiles % 2 else 8)) * 4
-    ring = max(depth * pair * record, part)
-    offsets = slice_units * shape.group_rows * row_tiles * 8 * 4
-    return warps * (ring + part) + offsets + rows * (slice_units * 256 + 64)
 
 
 def _defines(shape: Shape, **variant: int) -> tuple[tuple[str, int], ...]:

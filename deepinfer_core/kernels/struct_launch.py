@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from typing import Any
 
 from deepinfer_core.errors import KernelError
 
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DEPENDENT_DRIVER = 12_030
 """Driver from which a dependent launch may be captured in a graph."""
@@ -52,14 +54,21 @@ def dependent_launch_available(capability: tuple[int, int]) -> bool:
 class StructLaunch:
     """One grid of one kernel with its argument struct; only pointers and the stream change between calls.
 
+    Everything that a launch needs is made here, once: a call writes the stream's handle and enters the driver.
+
+    Attributes:
+        args: The kernel's argument; the caller writes into it before each launch.
+        lock: Held by a caller from writing ``args`` until the launch has returned: threads share the struct.
+
     Args:
         function: The driver's function handle.
         grid: Blocks in x, y, z.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
-        args: The kernel's argument; the caller writes its fields before each launch.
+        args: The kernel's argument.
         dependent: Start before the predecessor on the stream has ended; the kernel must wait before it reads anything
             that changes.
+        cluster: Blocks of a cluster along y (9.0 and newer); 1 for none.
     """
 
     def __init__(
@@ -71,15 +80,20 @@ class StructLaunch:
         args: ctypes.Structure,
         *,
         dependent: bool,
+        cluster: int = 1,
     ) -> None:
         self.args = args
+        self.lock = threading.Lock()
         self._function = ctypes.c_void_p(function)
-        self._attribute = _Attribute(id=_DEPENDENT)
-        self._attribute.value[0] = 1
-        self._config = _Config(
-            grid=grid, block=(threads, 1, 1), shared_bytes=shared_bytes, attribute_count=int(dependent)
-        )
-        self._config.attributes = ctypes.pointer(self._attribute)
+        wanted: list[tuple[int, tuple[int, ...]]] = [(_DEPENDENT, (1,))] if dependent else []
+        if cluster > 1:
+            wanted.append((_CLUSTER, (1, cluster, 1)))
+        self._attributes = (_Attribute * 2)()
+        for attribute, (number, values) in zip(self._attributes, wanted, strict=False):
+            attribute.id = number
+            attribute.value[: len(values)] = values
+        self._config = _Config(grid=grid, block=(threads, 1, 1), shared_bytes=shared_bytes, attribute_count=len(wanted))
+        self._config.attributes = self._attributes
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self._config_pointer = ctypes.byref(self._config)
         self._launch = _driver().cuLaunchKernelEx

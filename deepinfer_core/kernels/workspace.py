@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from deepinfer_core.kernels.cuda import raw_stream
+
 
 class Workspaces:
     """Zeroed scratch bytes on one device.
@@ -17,6 +19,7 @@ class Workspaces:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        self._index: int | None = self.device.index
         self._sizes: dict[str, int] = {}
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -26,7 +29,11 @@ class Workspaces:
 
     def get(self, kernel: str) -> torch.Tensor | None:
         """Return the buffer of a kernel for the current stream, made and zeroed on first use; None for none."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        stream = 0
+        if self.device.type == "cuda":
+            if self._index is None:
+                self._index = torch.cuda.current_device()
+            stream = raw_stream(self._index)
         buffer = self._buffers.get((kernel, stream))
         size = self._sizes.get(kernel, 0)
         if buffer is None or buffer.numel() < size:

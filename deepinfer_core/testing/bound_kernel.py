@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from deepinfer_core.plugin_api import (
     LinearKernel,
@@ -116,6 +116,10 @@ class BoundKernel:
             allowed=tolerance[problem.act_dtype] * (squares.sqrt() + expected.abs()) + floor,
             workspace=_workspace(spec, case),
         )
+
+    def with_own_workspace(self) -> BoundKernel:
+        """Return the same kernel over the same weights with scratch bytes of its own, as on another stream."""
+        return evolve(self, workspace=_workspace(self.spec, self.case))
 
     def label(self, m: int) -> str:
         """Return what a failure begins with."""

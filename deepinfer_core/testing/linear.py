@@ -250,6 +250,31 @@ class CudaLinearKernelSuite(LinearKernelSuite):
             stream.synchronize()
             bound.check(out, m, " behind a slow kernel on its own stream")
 
+    def test_two_streams_at_once_do_not_disturb_each_other(self, plain_case: Case) -> None:
+        """A kernel that declares ``stream_safe`` runs on two streams, each with a workspace of its own."""
+        bound, m = self._bound(plain_case), plain_case.ms[-1]
+        if not bound.spec.stream_safe:
+            pytest.skip(f"{bound.spec.name} declares that it is not stream-safe")
+        lanes = [(torch.cuda.Stream(), bound), (torch.cuda.Stream(), bound.with_own_workspace())]
+        torch.cuda.synchronize()
+        outs = []
+        for _ in range(50):
+            for stream, lane in lanes:
+                with torch.cuda.stream(stream):
+                    outs.append(lane.launch(bound.x[:m]))
+        torch.cuda.synchronize()
+        for out in outs:
+            bound.check(out, m, " beside another stream")
+
+    def test_it_runs_on_a_second_card(self, plain_case: Case) -> None:
+        """Module, stream and memory are the current device's, whatever its index; needs two cards."""
+        if torch.cuda.device_count() < 2:
+            pytest.skip("there is one CUDA card")
+        with torch.cuda.device(1):
+            bound = self._bound.__wrapped__(type(self), plain_case)
+            for m in plain_case.ms:
+                bound.check(bound.run(bound.x[:m]), m, " on cuda:1")
+
     def test_a_captured_graph_reads_its_input_anew(self, plain_case: Case) -> None:
         """A kernel that declares ``graph_safe`` can be captured, and its replay sees what x holds by then."""
         bound, m = self._bound(plain_case), plain_case.ms[0]

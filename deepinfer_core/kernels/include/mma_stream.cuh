@@ -22,7 +22,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_stream(const Str
   u8* ring = shared + warp * RING_BYTES;
   float* heads = (float*)(shared + WARPS * RING_BYTES);
   float* offsets = heads + WARPS * (PART_BYTES / 4);
+#if CLUSTER > 1
+  float* partial = offsets + p.slice * SUBS * (1 + ZEROS) * TILE_M;  // of this block, read by the whole cluster
+  u8* xs = (u8*)(partial + p.tiles_per_block * (TILE_F * TILE_M));
+#else
   u8* xs = (u8*)(offsets + p.slice * SUBS * (1 + ZEROS) * TILE_M);
+#endif
 
   const int length = tiles * nk;
   const int begin = length * warp / WARPS, end = length * (warp + 1) / WARPS;
@@ -92,10 +97,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_stream(const Str
   group_offsets(offsets, xs, rows, nk, stride);
   __syncthreads();
 
+#if CLUSTER > 1
+  constexpr bool split = true;
+#else
   const bool split = gridDim.y > 1;
   const int column = blockIdx.z * gridDim.x + blockIdx.x;
   const int block_part = p.tiles_per_block * (TILE_F * TILE_M);
   float* partial = p.partial + (u64)(column * gridDim.y + blockIdx.y) * block_part;
+#endif
 
   float acc[FT][NT][4];
 #pragma unroll
@@ -187,6 +196,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_stream(const Str
         store_quad(p, m0, m, rows, (tile0 + tl) * TILE_F + f, v);
     }
   }
+#if CLUSTER > 1
+  // Every block adds its share of the quads over all slices, in slice order.
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+  const u32 sums = smem_address(partial);
+  const int shared_quads = tiles * (TILE_F * TILE_M / 4);
+#pragma unroll 1
+  for (int e = blockIdx.y * THREADS + threadIdx.x; e < shared_quads; e += THREADS * CLUSTER) {
+    const int m = e % (TILE_M / 4) * 4;
+    if (m >= rows) continue;
+    float4 v = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int s = 0; s < CLUSTER; s++) add_quad(v, cluster_load16(sums + e * 16, s));
+    store_quad(p, m0, m, rows, tile0 * TILE_F + e / (TILE_M / 4), v);
+  }
+  __syncwarp();
+  cluster_arrive();  // nobody leaves while its sums are being read
+  cluster_wait();
+#else
   if (!split) return;
 
   // The last slice of this column adds all slices in order and leaves the ticket at zero.
@@ -223,4 +252,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) mma_stream(const Str
       if (at < quads && m < rows) store_quad(p, m0, m, rows, n, v[q]);
     }
   }
+#endif
 }

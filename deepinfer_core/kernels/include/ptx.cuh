@@ -118,3 +118,17 @@ DI_DEVICE void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Blocks of a cluster (9.0 and newer): what one wrote to its shared memory before the barrier, the others read after it.
+DI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DI_DEVICE float4 cluster_load16(u32 address, u32 rank) {
+  u32 remote;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3},[%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(remote)
+               : "memory");
+  return v;
+}

@@ -23,6 +23,9 @@
 #ifndef MINB
 #define MINB 1
 #endif
+#ifndef CLUSTER  // blocks of a cluster, one a slice of k: their sums meet in shared memory (9.0), not in global memory
+#define CLUSTER 1
+#endif
 #ifndef EVICT
 #define EVICT 0
 #endif

@@ -6,7 +6,7 @@ from deepinfer_w3a16 import mma_kernels
 from deepinfer_w3a16.mma_layout import mma_layout
 from deepinfer_w3a16.scheme import W3A16
 
-from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Shape, stream_plan, tile_plan
+from deepinfer_core.kernels.mma_plan import SHARED_LIMIT, TICKET_BYTES, Shape, cluster_plan, stream_plan, tile_plan
 from deepinfer_core.kernels.nvrtc import CudaSource, compile_source
 from deepinfer_core.plugin_api import LinearProblem
 from deepinfer_core.testing.resources import CAPABILITIES, assert_resources
@@ -56,19 +56,20 @@ def test_merged_layers_are_the_same_as_one(widths):
 CASES = ((False, False, 128), (True, False, 32), (False, True, 64))  # zeros, BF16, group
 VARIANTS = [
     (planner, m, *case, capability)
-    for planner, ms in ((stream_plan, (1, 9, 30)), (tile_plan, (16, 30, 64)))
+    for planner, ms in ((stream_plan, (1, 9, 30)), (tile_plan, (16, 30, 64)), (cluster_plan, (1, 30)))
     for m in ms
     for case in CASES
     for capability in CAPABILITIES
     # the heavy cases on the two cards with figures of their own, the plain one everywhere: a compilation takes a second
-    if (planner is stream_plan or not case[0]) and (case == CASES[0] or capability in ((8, 6), (9, 0)))
+    if (planner is not cluster_plan or capability == (9, 0))
+    if (planner is not tile_plan or not case[0]) and (case == CASES[0] or capability in ((8, 6), (9, 0)))
 ]
 
 
 @pytest.mark.parametrize(("planner", "m", "zeros", "bf16", "group", "capability"), VARIANTS)
 def test_planned_variants_compile_without_spills_and_fit(planner, m, zeros, bf16, group, capability):
     seen = set()
-    for n, k in ((37888, 3584), (5632, 2048)):
+    for n, k in ((37888, 3584), (5632, 2048), *([(3584, 18944)] if planner is cluster_plan else [])):
         shape = Shape(
             bits=3,
             n=n,
@@ -102,11 +103,14 @@ KERNELS = {
     "mma": (mma_kernels.mma, mma_kernels.mma_workspace),
     "stream": (mma_kernels.mma_stream, mma_kernels.mma_stream_workspace),
     "tile": (mma_kernels.mma_tile, mma_kernels.mma_tile_workspace),
+    "cluster": (mma_kernels.mma_cluster, mma_kernels.mma_cluster_workspace),
     "decode": (mma_kernels.mma_decode_matmul, mma_kernels.mma_decode_workspace),
 }
 
 
 def run(kind, m, n, k, group, zeros, dtype=torch.float16, *, x=None, extras=False):
+    if kind == "cluster" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("clusters are a matter of 9.0")
     make, bytes_of = KERNELS[kind]
     stored = stored_weights(n, k, group, zeros, "cuda")
     problem = problem_of(
@@ -141,7 +145,7 @@ def assert_close(out, expected, bound):
 @pytest.mark.parametrize("kind", list(KERNELS))
 @pytest.mark.parametrize("m", [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 600])
 def test_every_row_count_agrees_with_float32(kind, m):
-    assert_close(*run(kind, m, 200, 1000, 128, False), 2e-3)
+    assert_close(*run(kind, m, 200, 4500 if kind == "cluster" else 1000, 128, False), 2e-3)
 
 
 @pytest.mark.gpu
@@ -149,7 +153,7 @@ def test_every_row_count_agrees_with_float32(kind, m):
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (77, 333), (1, 8), (2080, 4336)])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (77, 333), (1, 8), (2080, 4336), (77, 4500)])
 def test_every_group_zero_dtype_and_odd_shape_agrees_with_float32(kind, zeros, group, dtype, n, k):
     if kind == "tile" and zeros:
         pytest.skip("the tile kernel serves symmetric codes")
@@ -167,8 +171,10 @@ def test_strided_and_unaligned_rows_are_read_where_they_are(kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["mma", "stream", "tile"])
+@pytest.mark.parametrize("kind", ["mma", "stream", "tile", "cluster"])
 def test_sums_beyond_half_precision_cancel_exactly(kind):
+    if kind == "cluster" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("clusters are a matter of 9.0")
     n, k = 16, 8192
     code = 3
     signs = torch.ones(n, k, dtype=torch.int8, device="cuda") * code

@@ -9,6 +9,7 @@ from deepinfer_core.kernels.mma_linear import (
     MmaDecodeMatmul,
     MmaLinear,
     best_plan,
+    cluster_plan,
     plan_bytes,
     shape_of,
     stream_plan,
@@ -40,6 +41,16 @@ def mma_stream(problem: LinearProblem) -> MmaLinear:
 def mma_stream_workspace(problem: LinearProblem, m: int) -> int:
     """Return its workspace in bytes."""
     return plan_bytes(stream_plan, shape_of(problem, BITS), m)
+
+
+def mma_cluster(problem: LinearProblem) -> MmaLinear:
+    """Bind w4a16.mma_cluster: mma_stream, slices of k summed through a cluster's shared memory; 9.0."""
+    return MmaLinear(problem, BITS, CSRC, cluster_plan)
+
+
+def mma_cluster_workspace(problem: LinearProblem, m: int) -> int:
+    """Return its workspace in bytes."""
+    return plan_bytes(cluster_plan, shape_of(problem, BITS), m)
 
 
 def mma_tile(problem: LinearProblem) -> MmaLinear:

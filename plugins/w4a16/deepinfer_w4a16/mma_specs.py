@@ -25,12 +25,16 @@ def mma_layouts() -> tuple[WeightLayoutSpec, ...]:
 
 
 def mma_kernels() -> tuple[LinearKernelSpec, ...]:
-    """Return `mma` for few rows, `mma_decode_matmul` for many, and the two forms `mma` picks from, by name."""
+    """Return `mma` for few rows, `mma_decode_matmul` for many, and the two forms `mma` picks from, by name.
+
+    `mma_cluster` is `mma_stream` whose slices of k meet in a cluster's shared memory; experimental: it has not run yet.
+    """
     forms = (
         ("mma", MRange(1, DECODE_FROM - 1), True, 60, "mma_workspace"),
         ("mma_decode_matmul", MRange(DECODE_FROM), True, 60, "mma_decode_workspace"),
         ("mma_stream", MRange(1, 256), True, 40, "mma_stream_workspace"),
         ("mma_tile", MRange(9, 256), False, 45, "mma_tile_workspace"),
+        ("mma_cluster", MRange(1, 32), True, 30, "mma_cluster_workspace"),
     )
     return tuple(
         LinearKernelSpec(
@@ -39,11 +43,12 @@ def mma_kernels() -> tuple[LinearKernelSpec, ...]:
             layout=LAYOUT,
             device="cuda",
             m=m,
-            capability=CapabilityRange(lo=(8, 0)),
+            capability=CapabilityRange(lo=(9, 0), hi=(9, 0)) if name == "mma_cluster" else CapabilityRange(lo=(8, 0)),
             act_dtypes=("float16", "bfloat16"),
             zeros=zeros,
             epilogues=("none", "residual"),
             priority=priority,
+            stability="experimental" if name == "mma_cluster" else "stable",
             workspace=f"deepinfer_w4a16.mma_kernels:{workspace}",
             factory=f"deepinfer_w4a16.mma_kernels:{name}",
         )
