@@ -112,7 +112,7 @@ class PagedStep:
 
 
 class PagedAttention:
-    """The same launch gives the same bits; see ``docs/attention.md`` for the kernels.
+    """The same launch gives the same bits.
 
     Cache tensors of a layer: ``k`` and ``v`` ``[pages, kv_heads, page_size, head_dim]``; for INT8 also ``k_scale`` and
     ``v_scale`` float32 ``[pages, kv_heads, page_size]``, one scale per token and head.
