@@ -120,6 +120,29 @@ def report(verdicts: Sequence[Verdict], *, every: bool = False) -> str:
     return "\n".join(lines)
 
 
+def references(rows: Sequence[Row]) -> str:
+    """Return a line for each row of the first system's kernels: beside the fallback, ours, and one another."""
+    plain = [r for r in rows if r["group_size"] == 128 and not r["zeros"] and r["act_dtype"] == "float16"]
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for row in plain:
+        cells.setdefault((row["scheme"], row["m"], row["n"], row["k"]), []).append(row)
+    lines: list[str] = []
+    for (scheme, m, n, k), found in cells.items():
+        old = [row for row in found if ".rows." in row["layout"]]
+        fallback = next((row["us_fallback"] for row in found if row["us_fallback"] is not None), None)
+        ours = min((row["us"] for row in found if ".rows." not in row["layout"]), default=None)
+        for row in old:
+            parts = [f"{scheme} {m} x {n} x {k} {row['kernel']}: {row['us']:.1f} us"]
+            if fallback is not None:
+                parts.append(f"{fallback / row['us']:.2f} x as fast as the fallback")
+            if ours is not None:
+                parts.append(f"{row['us'] / ours:.1f} x the time of ours")
+            others = [other for other in old if other is not row]
+            parts += [f"{other['us'] / row['us']:.2f} x as fast as {other['kernel']}" for other in others]
+            lines.append(", ".join(parts))
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report of a file; the status is 1 when a bound is missed."""
     parser = argparse.ArgumentParser(prog="python -m deepinfer_core.bench.bounds", description=__doc__)
@@ -131,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{meta['device']}, torch {meta['torch']}, {meta['date']}, {len(result['rows'])} rows")
     verdicts = judge(result["rows"])
     print(report(verdicts, every=options.all))
+    if old := references(result["rows"]):
+        print(f"the first system's kernels:\n{old}")
     return 0 if all(verdict.held for verdict in verdicts) else 1
 
 

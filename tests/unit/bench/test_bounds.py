@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deepinfer_core.bench.bounds import judge, main, report
+from deepinfer_core.bench.bounds import judge, main, references, report
 
 
 def row(**given):
@@ -84,3 +84,16 @@ def test_the_command_lists_what_is_missed_and_says_so_by_its_status(tmp_path, ca
 
 def test_no_rows_are_no_report():
     assert report(judge([])) == ""
+
+
+def test_the_first_system_s_kernels_are_compared_with_the_fallback_ours_and_each_other():
+    old = {"layout": "w3a16.rows.v1", "scheme": "w3a16", "m": 4, "us_fallback": None}
+    rows = [row(scheme="w3a16", m=4, us=10.0, us_fallback=400.0), row(m=5)]
+    rows += [row(**old, kernel="w3a16.gemv", us=50.0), row(**old, kernel="w3a16.batch_tile_gemv", us=100.0)]
+    assert references(rows).splitlines() == [
+        "w3a16 4 x 64 x 128 w3a16.gemv: 50.0 us, 8.00 x as fast as the fallback, 5.0 x the time of ours, "
+        "2.00 x as fast as w3a16.batch_tile_gemv",
+        "w3a16 4 x 64 x 128 w3a16.batch_tile_gemv: 100.0 us, 4.00 x as fast as the fallback, 10.0 x the time of ours, "
+        "0.50 x as fast as w3a16.gemv",
+    ]
+    assert references([row()]) == ""
