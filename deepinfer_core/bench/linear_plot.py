@@ -36,7 +36,8 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
         for axis, (n, k) in zip(line, shapes, strict=True):
             cells = [r for r in rows if r["scheme"] == scheme and (r["n"], r["k"]) == (n, k)]
             _panel(axis, sorted(cells, key=lambda r: r["m"]), f"{scheme} {n} x {k}")
-    axes[0][0].legend(fontsize="x-small")
+    if rows:
+        axes[0][0].legend(fontsize="x-small")
     meta = result["meta"]
     figure.supxlabel(f"rows M; {meta['device']}, torch {meta['torch']}, {meta['date']}", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
